@@ -9,7 +9,7 @@ sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]  # tasks is not installed
 
 import code_links  # noqa: E402
 
-from tasks.pages import (  # noqa: E402
+from tasks.result_tables import (  # noqa: E402
     read_results,
     substitute,
     write_results,

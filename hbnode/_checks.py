@@ -41,9 +41,9 @@ def as_count(value: SupportsIndex, name: str, least: int = 1, below: float = 2**
 
 
 def refuse_gradient(value: object, name: str, fix: str = "") -> None:
-    """Raise ValueError if a tensor, or one in a list, requires a gradient, which would be lost.
+    """Raise ValueError if a tensor, or a tensor in a list, requires a gradient: the gradient would be lost.
 
-    ``fix`` is added to the fix in the error message.
+    ``fix`` is text added to the fix in the error message.
     """
     if any(map(is_differentiated, value if isinstance(value, (list, tuple)) else [value])):
         whole = name if isinstance(value, Tensor) else f"torch.stack({name})"
@@ -65,12 +65,12 @@ def as_real(value: object, name: str, fix: str) -> float:
         raise TypeError(f"{name} must be a number, got {value!r}. Fix: {fix}.")
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # complex, on the meta device, too large
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # complex, too large, or on the meta device
         raise TypeError(f"{name} must be a number, got {value!r}. Fix: {fix}.") from None
 
 
 def as_integers(value: object, name: str, fix: str) -> Tensor:
-    """Convert integers, such as a list or an array, to a tensor; raise TypeError if torch cannot convert them."""
+    """Convert a list or an array of integers to a tensor; raise TypeError if torch cannot convert it."""
     try:
         whole = torch.as_tensor(_forward(value))
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -150,7 +150,7 @@ def check_input(x: object, name: str) -> None:
 
 def refuse_meta(x: Tensor, name: str) -> None:
     """Raise ValueError if a tensor is on the meta device, where tensors have no values."""
-    if x.is_meta and type(x) in (Tensor, nn.Parameter):  # a subclass may hold values
+    if x.is_meta and type(x) in (Tensor, nn.Parameter):  # a tensor subclass on the meta device may hold values
         raise ValueError(f"{name} is on the device meta, which stores no numbers. Fix: {name} on the device 'cpu'.")
 
 
@@ -213,13 +213,13 @@ def takes_time(func: Callable[..., Any], parts: int, second: str = "v", given: b
 
     Arguments:
         func: a function or module.
-        parts: the number of tensors of the state, 1 or 2.
+        parts: the number of tensors of the state that ``func`` takes, 1 or 2.
         second: the name of the second tensor in error messages.
-        given: the user's answer, ``time_dependent``; None reads it from the signature of ``func``.
+        given: the argument ``time_dependent`` of the user; None decides by the signature of ``func``.
 
     Raises:
-        TypeError: if the signature does not show the answer or contradicts ``given``, or if the last argument is named
-            "t" or "time".
+        TypeError: if the signature does not show whether ``func`` takes the time, if it contradicts ``given``, or if
+            the last argument is named "t" or "time".
     """
     check_callable(func, "func", "pass a module or a function")
     inner, signature = _unwrap(func), _signature(func)
@@ -283,7 +283,7 @@ def required_arguments(signature: inspect.Signature) -> list[str]:
 
 
 def _signature(func: Any) -> inspect.Signature | None:
-    """Return the signature of a function or of a module's forward; None if it has no signature, as some built-ins."""
+    """Return the signature of a function or of a module's forward; None for built-ins without one."""
     inner: Any = _unwrap(func)
     function: Any = inner.forward if isinstance(inner, nn.Module) else inner
     of_method = is_script_method(function)
@@ -351,7 +351,7 @@ _FOREIGN = {
 
 
 def with_hints(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function or an ``__init__`` so that its TypeError for an unknown argument suggests the right argument."""
+    """Wrap a function or an ``__init__`` so that its TypeError for an unknown argument name suggests the right name."""
 
     @functools.wraps(call)
     def hinted(*args: Any, **given: Any) -> Any:
@@ -390,7 +390,7 @@ def warn_if_swapped(data: Any) -> None:
 
 
 def level_of_user() -> int:
-    """Return the ``stacklevel`` with which a warning points to the first caller outside hbnode and scikit-learn."""
+    """Return the ``stacklevel`` for warnings.warn that points to the first caller outside hbnode and scikit-learn."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in ("hbnode", "sklearn", "contextlib"):
         frame, level = frame.f_back, level + 1
@@ -432,7 +432,7 @@ _SYNONYMS = {  # names used by SciPy, MATLAB, torchdyn, torchode and diffrax, wi
     **dict.fromkeys(("sr", "srnag", "scheduledrestart"), "restart"),
     **dict.fromkeys(("heavyball", "sgd", "polyak"), "momentum"),
     "adaptivemomentum": "adaptive",
-    # choices of the argument save
+    # values of the argument save
     **dict.fromkeys(("land", "onto", "stepto"), "exact"),
     **dict.fromkeys(("dense", "linear", "spline"), "interpolate"),
 }

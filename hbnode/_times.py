@@ -33,19 +33,19 @@ def as_times(value: object, name: str) -> Tensor:
 
 
 def has_lost_digits(t: Tensor, gaps: Tensor, unit: float) -> Tensor:
-    """Return whether times are too large for their dtype, so that rounding changes the gaps between them noticeably.
+    """Return whether rounding of times to their dtype changes the gaps between them noticeably.
 
-    Rounding is noticeable if it can exceed a hundredth of the median positive gap. If no gap is positive, ``unit``
-    replaces the median gap for dtypes less precise than float64. Times that are multiples of 8 times their rounding
-    unit count as exact, such as half hours below 10^6 in float32.
+    ``t`` are times, and ``gaps`` are the differences between successive times. Rounding is noticeable if it can exceed
+    a hundredth of the median positive gap. If no gap is positive, ``unit`` replaces the median gap, except for float64.
+    Times that are multiples of 8 times the spacing of floating-point numbers count as exact, such as half hours below
+    10^6 in float32.
     """
-    spacing = (
-        torch.finfo(t.dtype).eps / 2 * t.abs().amax().log2().ceil().exp2()
-    )  # of floats just below the largest time
+    # spacing of floating-point numbers just below the largest time
+    spacing = torch.finfo(t.dtype).eps / 2 * t.abs().amax().log2().ceil().exp2()
     is_gap = gaps > 0
     is_short = is_gap & (gaps < SPACINGS * spacing)
     is_coarse = SPACINGS * spacing > (math.inf if t.dtype == torch.float64 else unit)
-    is_exact = (t % (8 * spacing) == 0).all() & (is_gap.any() | (8 * spacing <= unit))  # never true for rounded times
+    is_exact = (t % (8 * spacing) == 0).all() & (is_gap.any() | (8 * spacing <= unit))  # rounded times do not pass
     return torch.where(is_gap.any(), 2 * is_short.sum() >= is_gap.sum(), is_coarse) & ~is_exact
 
 
@@ -96,7 +96,10 @@ def refuse_dates(value: object, name: str) -> None:
 
 
 def kind_of(value: object) -> TimeKind | None:
-    """Return which kind of times an array, a column or nested lists hold, judged by the first entry, or None."""
+    """Return "dates", "durations" or "text", whichever an array, a column or nested lists hold, or None for numbers.
+
+    Only the first entry is examined.
+    """
     array: Any = value
     while isinstance(array, (list, tuple)):
         array = next((each for each in array if each is not None), None)
@@ -122,10 +125,8 @@ def seconds_since(value: object, origin: np.datetime64 = EPOCH) -> NDArray[np.fl
     exact = exact_times(value)
     if exact.dtype.kind == "m":
         return np.asarray(exact / SECOND, dtype=np.float64)
-    whole, start = (
-        exact.astype("datetime64[s]"),
-        origin.astype("datetime64[s]"),
-    )  # int64 nanoseconds overflow at 292 years
+    # in whole seconds first, because int64 nanoseconds overflow at 292 years
+    whole, start = exact.astype("datetime64[s]"), origin.astype("datetime64[s]")
     return np.asarray((whole - start) / SECOND + ((exact - whole) - (origin - start)) / SECOND, dtype=np.float64)
 
 
@@ -146,9 +147,9 @@ def exact_times(value: object) -> NDArray[Any]:
 
 
 def zones_of(value: object) -> dict[str, Any]:
-    """Return a dict of the names and time zones of dates; the zone is None for dates without one.
+    """Return a dict with the name and the object of each time zone that occurs in dates.
 
-    NumPy dates have no time zone and are ignored.
+    For dates without a time zone, the dict has the entry ``"None": None``. NumPy dates are ignored.
     """
     dtype = getattr(value, "dtype", None)
     zone = getattr(dtype, "tz", None) or getattr(dtype, "time_zone", None)  # pandas stores a tzinfo, polars a name
@@ -158,7 +159,7 @@ def zones_of(value: object) -> dict[str, Any]:
         return {str(zone): zoneinfo.ZoneInfo(zone) if isinstance(zone, str) else zone}
     entries = _entries(value)
     dates = [each for each in entries.flat if isinstance(each, datetime.date)] if entries.dtype.kind == "O" else []
-    zones = [getattr(each, "tzinfo", None) for each in dates if each == each]  # without pandas.NaT
+    zones = [getattr(each, "tzinfo", None) for each in dates if each == each]  # NaT is not equal to itself
     return {str(zone): zone for zone in zones}
 
 
@@ -170,7 +171,7 @@ def _entries(value: Any) -> NDArray[Any]:
 
 
 def _in_microseconds(exact: Any) -> Any:
-    """Convert NumPy times to microseconds if this is exact, because nanoseconds reach only 292 years."""
+    """Convert NumPy times to microseconds if this loses no digits; int64 nanoseconds overflow after 292 years."""
     whole = exact.astype(f"{exact.dtype.kind}8[us]")
     return whole if ((whole == exact) | np.isnat(exact)).all() else exact
 
@@ -183,10 +184,10 @@ def _exact(value: Any, kind: TimeKind | None) -> Any:
         return np.datetime64("NaT") if kind == "dates" else np.timedelta64("NaT")
     if kind_of(value) != kind:
         raise TypeError(f"expected {kind}, got {value!r} among them. Fix: only {kind}.")
-    value = getattr(value, "start_time", value)  # of a pandas period
+    value = getattr(value, "start_time", value)  # the start of a pandas period
     if isinstance(value, datetime.datetime) and value.tzinfo is not None:
         value = value.astimezone(datetime.timezone.utc).replace(tzinfo=None)
-    if hasattr(value, "to_numpy"):  # a pandas value
+    if hasattr(value, "to_numpy"):  # a pandas Timestamp or Timedelta
         return _in_microseconds(value.to_numpy())
     if isinstance(value, datetime.timedelta):
         return np.timedelta64(value, "us")

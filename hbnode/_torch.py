@@ -36,10 +36,7 @@ def is_tracing() -> bool:
 
 
 def may_look() -> bool:
-    """Return whether Python code may read the values of tensors.
-
-    It may not while a graph is recorded or a torch.func transform runs.
-    """
+    """Return whether Python code may read the values of tensors: not while a graph is recorded or torch.func runs."""
     return not is_tracing() and torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
@@ -111,7 +108,7 @@ def checking_shapes() -> Iterator[None]:
 
 
 def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Exclude a function from compiled graphs as torch.compiler.disable does, whose slow import eager mode avoids."""
+    """Exclude a function from compiled graphs as torch.compiler.disable does, without its slow import in eager mode."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -146,7 +143,7 @@ def is_transformed() -> bool:
     """
     if torch._C._functorch.get_dynamic_layer_stack_depth() > 0:
         return True
-    is_forward = torch.autograd.forward_ad._current_level >= 0  # shared by all threads
+    is_forward = torch.autograd.forward_ad._current_level >= 0  # a state that all threads share
     return is_forward and not torch._functorch.eager_transforms.JVP_NESTING
 
 
@@ -202,12 +199,12 @@ def recompile_limit(most: int) -> AbstractContextManager[None]:
 
 
 def is_recompile_limit(error: Exception) -> bool:
-    """Return whether ``error`` says that a compiled function needs more graphs than the recompile limit."""
+    """Return whether ``error`` was raised because a compiled function needs more graphs than the recompile limit."""
     return isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
 
 
 def saved_tensors(node: Node) -> list[Any]:
-    """Return the tensors that an autograd node has saved, as ``SavedTensor`` objects, which accept hooks."""
+    """Return the tensors that an autograd node stores for backward, as ``SavedTensor`` objects, which accept hooks."""
     values = [getattr(node, name) for name in _saved_names(type(node))]
     return [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
 
@@ -233,7 +230,7 @@ def may_have_compiled() -> bool:
 
 
 def make_parametrized(module: torch.nn.Module) -> None:
-    """Restore on an unpickled module the class and properties that torch creates for parametrized modules."""
+    """Give an unpickled module the class and properties that torch creates for parametrized modules."""
     parametrize = torch.nn.utils.parametrize
     parametrize._inject_new_class(module)
     for name in module.get_submodule("parametrizations")._modules:
@@ -260,7 +257,7 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 for a device without float64, such as Apple's MPS."""
+    """Return the widest floating-point dtype of a device: float64, or float32 on Apple's MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -303,9 +300,9 @@ def refusing(what: str, fix: str) -> Iterator[None]:
 
 
 def needs_reference() -> bool:
-    """Return whether the reference implementation, made of ordinary torch operations, must replace a fused one.
+    """Return whether ordinary torch operations must replace a fused implementation.
 
-    It must while a graph is recorded, under a torch.func transform, in forward-mode differentiation, and inside
+    They must while a graph is recorded, under a torch.func transform, in forward-mode differentiation, and inside
     :func:`double_backward`.
     """
     return not may_look() or is_transformed() or double_backward_enabled()
@@ -361,13 +358,13 @@ class _FastForm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # torch.utils.checkpoint allows only one access
+        saved = ctx.saved_tensors  # torch.utils.checkpoint allows only one access to saved tensors
         tensors, residuals = saved[: ctx.count], saved[ctx.count :]
         needed = ctx.needs_input_grad[2:]
         given = [grad for grad in grads if grad is not None]
         if not given:
             return (None,) * (2 + ctx.count)
-        with no_autocast(given[0]):  # the forward pass has no autocast either
+        with no_autocast(given[0]):  # the forward pass also runs without autocast
             if torch.is_grad_enabled() or any(is_batched(grad) for grad in given):
                 found = reference_vjp(ctx.form.reference, ctx.options, tensors, grads, needed)
             else:
@@ -573,9 +570,9 @@ class ModuleWithConstants(nn.Module):
     Constants are not buffers, because ``.half()`` or ``.float()`` would round buffers. The attribute of a constant
     holds a float or a tensor on the CPU. For a tensor, the module also has a float64 copy on its device.
 
-    A tensor that requires a gradient belongs to another module. It is stored unchanged, and is not part of the
-    ``state_dict``. The key of a constant in the ``state_dict`` is its attribute without the leading underscore.
-    ``torch.func.functional_call`` replaces constants by these keys.
+    A constant tensor that requires a gradient belongs to another module. It is stored unchanged, and is not part of the
+    ``state_dict``. The key of a constant in the ``state_dict`` is the name of its attribute without the leading
+    underscore. ``torch.func.functional_call`` replaces constants by these keys.
     """
 
     def constants(self) -> dict[str, str]:
@@ -584,14 +581,14 @@ class ModuleWithConstants(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.__dict__.get("_buffers", {}).get(name, 0) is None and getattr(self, name) is not None:
-            object.__setattr__(self, name, value)  # a constant, for which nn.Module expects a buffer
+            object.__setattr__(self, name, value)  # torch expects a buffer of this name, but it is a constant
         else:
             super().__setattr__(name, value)
 
     def set_constant(self, attribute: str, value: float | Tensor, device: torch.device | None = None) -> None:
-        """Set a constant; a tensor is also copied to ``device``, or for None to the device of the previous copy."""
+        """Set a constant. A tensor is also copied to ``device``, by default to the device of the previous copy."""
         self.__dict__[attribute] = value  # setattr would register another module's parameter
-        self._buffers.setdefault(attribute.lstrip("_"), None)  # functional_call puts its tensor there
+        self._buffers.setdefault(attribute.lstrip("_"), None)  # functional_call stores its replacement there
         if isinstance(value, Tensor) and not is_differentiated(value):
             before = self._buffers.get(attribute + "_on_device")
             device = device or (value.device if before is None else before.device)
@@ -608,7 +605,7 @@ class ModuleWithConstants(nn.Module):
         """Return a constant: the replacement by functional_call if there is one, a float, or a tensor on the device."""
         if (given := self._buffers.get(attribute.lstrip("_"))) is not None:
             return given
-        on_device = self._buffers.get(attribute + "_on_device")  # functional_call may replace it
+        on_device = self._buffers.get(attribute + "_on_device")  # functional_call may have replaced it
         return getattr(self, attribute) if on_device is None else on_device
 
     def host_constant(self, attribute: str, value: float | Tensor) -> float | Tensor:
@@ -619,9 +616,8 @@ class ModuleWithConstants(nn.Module):
         attributes = self.own_constants().values()
         copies = [self._buffers.pop(attribute + "_on_device", None) for attribute in attributes]
         super()._apply(fn, recurse)
-        for attribute, copy in zip(
-            attributes, copies, strict=True
-        ):  # fn may be a cast or to_empty, or may refuse float64
+        # fn may change the dtype or the values, or not support float64, so only the device of its result is used
+        for attribute, copy in zip(attributes, copies, strict=True):
             device = None if copy is None else fn(copy.new_empty(0, dtype=torch.float32)).device
             self.set_constant(attribute, getattr(self, attribute), device)
         return self
@@ -649,7 +645,7 @@ class ModuleWithConstants(nn.Module):
                 f"the constant {key!r} has shape {tuple(value.shape)} in the state_dict and {tuple(own.shape)} here. "
                 "Fix: create the module with constants of the checkpoint's shape."
             )
-        elif not value.is_meta and not torch.equal(value.cpu(), own.to(value.dtype)):  # a rounded value is not loaded
+        elif not value.is_meta and not torch.equal(value.cpu(), own.to(value.dtype)):  # no rounded copies
             value = value.to("cpu", torch.float64)
             self.set_constant(attribute, value.clone() if value.dim() else value.item())
 

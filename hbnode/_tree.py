@@ -69,7 +69,7 @@ def append_zeros(x: Tensor, augment: int) -> Tensor:
 
 
 def like(value: State, y: State) -> State:
-    """Return the value of a field; raise an error if its structure, shapes or dtype differ from those of the state.
+    """Return ``value``; raise an error if its structure, shapes or dtype differ from those of the state ``y``.
 
     Arguments:
         value: what the field returned, the time derivative of the state.
@@ -111,7 +111,7 @@ class Record:
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-    __match_args__: ClassVar[tuple[str, ...]]  # the names of the entries
+    __match_args__: ClassVar[tuple[str, ...]]  # the names of the entries of the record
 
     def __iter__(self) -> Iterator[Any]:
         return iter([getattr(self, name) for name in self.__match_args__])
@@ -129,7 +129,7 @@ class Record:
         return self._of({name: mapped(value) for name, value in self.as_dict().items()})
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dict of all entries that are not None."""
+        """Return a dict of the state's entries that are not None."""
         entries = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         return {name: value for name, value in entries if value is not None}
 
@@ -146,7 +146,7 @@ class Record:
     def to(self: Kind, *args: Any, **kwargs: Any) -> Kind:
         """Convert the tensors to another device or dtype, with the arguments of :meth:`torch.Tensor.to`.
 
-        The entry ``t`` keeps its dtype, because it is a count or a time, which float32 may round too much.
+        The entry ``t`` keeps its dtype. It is a count or a time, which another dtype may round too much.
         """
 
         def moved(name: str, value: Any) -> Any:
@@ -184,7 +184,7 @@ class Record:
 
 @dataclass_transform(eq_default=False, frozen_default=True)
 def record(kind: type[Kind]) -> type[Kind]:
-    """Decorate a subclass of :class:`Record`: make it a frozen dataclass and :func:`register` it."""
+    """Make a subclass of :class:`Record` a frozen dataclass, and :func:`register` it; a class decorator."""
     return register(dataclasses.dataclass(frozen=True, eq=False, repr=False)(kind))
 
 

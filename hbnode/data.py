@@ -33,9 +33,9 @@ Duplicates = Literal["mean", "first", "last", "error"]
 Unit = str | datetime.timedelta | np.timedelta64
 Date = str | datetime.date | np.datetime64
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "D": 86400.0, "W": 604800.0}
-ROUNDING = 0.01  # the largest relative change of a gap between two samples by rounding to float64
+ROUNDING = 0.01  # largest relative change of the gap between two samples that is allowed when rounding to float64
 ARRAYS = "a list of pairs (t, x), or an array (batch, channels, T)"
-POOL = 50  # batches per pool; the series of a pool are sorted by length
+POOL = 50  # number of batches in a pool, within which series are sorted by length
 
 
 Known = TypeVar("Known", float, np.datetime64)
@@ -103,7 +103,7 @@ class Series(Record):
         return f"Series({batch} series, up to {length} samples, {count} features{names}{static})"
 
     def __getitem__(self, index: int | Tensor | Sequence[int] | slice) -> Series:
-        """Return one series as a batch of size 1; for a slice, indices or a bool mask, the result of :meth:`select`."""
+        """Return a batch of one series for an integer, ``self.select(index)`` for a slice, indices or a bool mask."""
         if isinstance(index, slice) or np.ndim(index):
             return self.select(index)  # type: ignore[arg-type]
         place = operator.index(index)  # type: ignore[arg-type]
@@ -254,7 +254,7 @@ class Series(Record):
 
 
 def on_clock(series: Series, clock: tuple[float | None, np.datetime64 | None]) -> Series:
-    """Return the series with its times shifted to the origin of the training series.
+    """Return the series with times that count from the origin of the training series.
 
     Arguments:
         series: the series.
@@ -305,7 +305,7 @@ def aligned(series: Series, features: Sequence[Any], static_features: Sequence[A
 
 
 def _order(found: Sequence[Any], wanted: Sequence[Any] | None, kind: str, argument: str) -> list[int]:
-    """Return the index in ``found`` of each wanted name, with the rules of :func:`aligned`."""
+    """Return the position in ``found`` of each name in ``wanted``; :func:`aligned` describes how names are matched."""
     if wanted is None or list(found) == list(wanted):
         return list(range(len(found)))
     names, fits = list(map(str, found)), list(map(str, wanted))
@@ -323,8 +323,8 @@ def _order(found: Sequence[Any], wanted: Sequence[Any] | None, kind: str, argume
 def by_id(targets: Any, ids: Sequence[Any], name: str = "y") -> Any:
     """Return targets in the order of the series.
 
-    Pandas targets are sorted by their index if it holds the ids of the series, each as often as ``ids`` holds it. An
-    index 0, 1, 2, ... that does not hold the ids is ignored. Other targets are returned unchanged.
+    Pandas targets whose index consists of the ids of the series are sorted by it. An index 0, 1, 2, ... that does not
+    consist of the ids is ignored. Other targets are returned unchanged.
 
     Raises:
         ValueError: if a pandas index holds other ids.
@@ -450,10 +450,18 @@ def _padded(
     codes: NDArray[Any], exact: NDArray[Any], x: NDArray[Any], ids: list[Any], names: list[Any], dtype: torch.dtype,
     name: str, unit: Unit | None, origin: Date | None,
 ) -> Series:  # fmt: skip
-    """Return a padded Series of samples that are sorted by series and time.
+    """Build a padded Series from the samples of all series, sorted by series and time.
 
-    ``codes`` (samples,) is the index in ``ids`` of each sample's series. ``exact`` (samples,) are unrounded times, and
-    ``x`` (samples, features) are values. ``names`` are those of the features. Error messages call the times ``name``.
+    Arguments:
+        codes: index in ``ids`` of the series of each sample, (samples,).
+        exact: times without rounding, (samples,).
+        x: values, (samples, features).
+        ids: ids of the series.
+        names: names of the features.
+        dtype: dtype of the values.
+        name: name of the times in error messages.
+        unit: unit of the times, as in :func:`from_long`.
+        origin: date of time 0, as in :func:`from_long`.
     """
     t, length, zero = _times(exact, codes, name, unit, origin)
     counts = np.bincount(codes, minlength=len(ids))
@@ -469,7 +477,7 @@ def _padded(
 
 
 def _in_dtype(values: NDArray[Any], dtype: torch.dtype, names: Sequence[Any]) -> Tensor:
-    """Convert finite values (..., columns) to a tensor. Raise ValueError if a value is infinite in the dtype."""
+    """Convert values (..., columns) to a tensor. Raise ValueError if a value is too large for the dtype."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point dtype of torch, got {dtype!r}. Fix: dtype=torch.float32.")
     converted = torch.from_numpy(values).to(dtype)
@@ -506,7 +514,7 @@ def _array(column: Any, name: str) -> NDArray[Any]:
 
 
 def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
-    """Return the unique entries of a column in order of appearance, and the index of each row's entry, (rows,)."""
+    """Return the distinct entries of a column in order of appearance, and the index of each row's entry, (rows,)."""
     array = _array(column, f"column {name!r}")
     if len(array) == 0:
         raise ValueError("the table has no rows; expected at least one. Fix: check how its rows were selected.")
@@ -524,7 +532,11 @@ def is_missing(entry: Any) -> bool:
 
 
 def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tuple[list[str], NDArray[Any]]:
-    """Return the names of the features, and the index (rows, 1) of each row's feature; -1 if it is not wanted."""
+    """Read a column that holds a feature name in each row.
+
+    Return the names of the features, and the index of the feature of each row, (rows, 1). Rows whose feature is not in
+    ``wanted`` have the index -1; None wants all features.
+    """
     found, codes = _codes(column, name)
     names = sorted(found) if wanted is None else _names(wanted, "features")
     index = {feature: i for i, feature in enumerate(names)}
@@ -535,7 +547,7 @@ def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tup
 
 
 def _exact_times(column: Any, name: str, unit: Unit | None, origin: Date | None) -> NDArray[Any]:
-    """Return the times of a column without rounding: numbers, datetime64 or timedelta64."""
+    """Convert a column of times to an array of numbers, datetime64 or timedelta64, without rounding."""
     kind = kind_of(_array(column, name))
     if kind == "text":
         raise TypeError(f"{name} must hold numbers or dates, got text. Fix: pandas.to_datetime({name}).")
@@ -562,7 +574,8 @@ def _times(
     """Convert unrounded times, sorted by series and time, to float64.
 
     Returns:
-        The times (samples,); the seconds per unit, None for times that are numbers; the origin, None without dates.
+        The times (samples,); the length of their unit in seconds, None for numbers; the origin, None unless they are
+        dates.
     """
     is_gap = (np.diff(codes) == 0) & (exact[1:] != exact[:-1])
     if exact.dtype.kind in "iu":  # the difference of two int64 may overflow int64, but fits into uint64
@@ -585,11 +598,11 @@ def _times(
 
 
 def _check_digits(column: Any, t: NDArray[np.float64], name: str) -> None:
-    """Raise ValueError if a column of times is float16 or float32 and too coarse for the gaps between its times.
+    """Raise ValueError if times were rounded to float16 or float32 so that the gaps between them are inaccurate.
 
     Arguments:
-        column: the column.
-        t: its times in float64, sorted within each series, (..., T).
+        column: the column of times, in its original dtype.
+        t: the same times in float64, sorted within each series, (..., T).
         name: name of the column in the error message.
     """
     dtype = {"float32": torch.float32, "float16": torch.float16}.get(str(_array(column, name).dtype))
@@ -598,7 +611,7 @@ def _check_digits(column: Any, t: NDArray[np.float64], name: str) -> None:
 
 
 def _seconds_per(unit: Unit | None) -> float:
-    """Return the length in seconds of a unit of time, given by its name or as a duration. None is a second."""
+    """Return the length of a unit of time in seconds. The unit is a name such as "h", a duration, or None (1 s)."""
     if isinstance(unit, str) and unit in UNITS:
         return UNITS[unit]
     length = 1.0 if unit is None else float(seconds_since(unit)) if kind_of(unit) == "durations" else -1.0
@@ -609,7 +622,7 @@ def _seconds_per(unit: Unit | None) -> float:
 
 
 def _names(names: Any, argument: str) -> list[Any]:
-    """Return a list of column names from one name or several names."""
+    """Convert one or several column names to a list. Raise ValueError if a name occurs twice."""
     if isinstance(names, str):
         return [names]
     if not isinstance(names, Iterable) or isinstance(names, Tensor):
@@ -622,7 +635,7 @@ def _names(names: Any, argument: str) -> list[Any]:
 
 
 def _durations(durations: Any) -> NDArray[np.float64]:
-    """Convert durations, or text that pandas reads, to seconds."""
+    """Convert durations, or text such as "1h" that pandas reads, to seconds."""
     if kind_of(durations) != "text":
         return seconds_since(durations)
     import pandas
@@ -644,7 +657,7 @@ def _timedelta(seconds: Tensor, has_nanoseconds: bool) -> NDArray[np.timedelta64
 
 
 def _dates(dates: Any, name: str = "dates") -> Any:
-    """Convert ISO text to datetime64. Return dates unchanged."""
+    """Convert text such as "2020-01-31" to datetime64; return dates unchanged. Raise ValueError for other values."""
     try:
         kind, text = kind_of(dates), np.asarray(dates)
         if kind == "dates":
@@ -699,13 +712,13 @@ def _merge(
 
     Arguments:
         numbers: values, (rows, columns).
-        points: index of the sample to which each row belongs, (rows,), not decreasing.
+        points: index of the sample (pair of series and time) of each row, (rows,), not decreasing.
         feature: index of the feature of each value, (rows, columns).
         features: number of features.
         rule: how to merge, as ``duplicates`` of :func:`from_long`.
 
     Returns:
-        The merged values, and the number of values merged into each, (samples, features).
+        The merged values, and how many values were merged into each of them, (samples, features) each.
     """
     observed = ~np.isnan(numbers)
     index, found = (points[:, None] * features + feature)[observed], numbers[observed]
@@ -721,7 +734,11 @@ def _merge(
 
 
 def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], names: list[Any]) -> NDArray[Any]:
-    """Return the values (batch, columns) of columns that are constant in each series; NaN if all rows are missing."""
+    """Return the single value of each series in each static column, (batch, columns); NaN if it is missing in all rows.
+
+    ``numbers`` (rows, columns) holds the columns, and ``codes`` (rows,) the index of the series of each row. Raise
+    ValueError if a column changes within a series.
+    """
     least, most = np.full((2, len(ids), len(names)), np.nan)
     np.fmin.at(least, codes, numbers)
     np.fmax.at(most, codes, numbers)
@@ -850,7 +867,10 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
 
 
 def _parts_of_items(items: Sequence[Any]) -> tuple[list[Series], list[Any], list[Any]]:
-    """Return lists of the series, targets and ids of all items. Without targets or ids, their list is empty."""
+    """Return three lists: the series, the targets and the ids of all items.
+
+    The list of targets or ids is empty if no item has any. Raise ValueError if only some items have them.
+    """
     if not items:
         raise ValueError("there are no items. Fix: a batch of at least one item.")
     pairs = [item if isinstance(item, (tuple, list)) and len(item) == 2 else (item,) for item in items]
@@ -887,7 +907,7 @@ def _with_static(series: Series, names: Sequence[Any]) -> Series:
 
 
 class BucketedBatches(Sampler[list[int]]):
-    """A batch sampler of series of similar length, as returned by :func:`bucketed_batches`."""
+    """A batch sampler whose batches consist of series of similar length. :func:`bucketed_batches` creates it."""
 
     def __init__(
         self, lengths: Sequence[int], batch_size: int, shuffle: bool, drop_last: bool, generator: torch.Generator | None
@@ -1039,7 +1059,7 @@ def _from_table(table: Any, id: str | None, time: str | None, values: Any, optio
 def _sorted_pairs(
     pairs: Sequence[Any], unit: Unit | None, origin: Date | None
 ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Return the unrounded times (n,) and the values (n, channels) of each pair (t, x), sorted by time."""
+    """Sort each pair (t, x) by time, and convert it to arrays of n exact times (n,) and values (n, channels)."""
     found, kinds = [], dict[Any, int]()
     for i, (times, x) in enumerate(pairs):
         t, values = np.zeros(0), _numbers(x, f"x of series {i}", ARRAYS)
@@ -1062,7 +1082,7 @@ def _sorted_pairs(
 
 
 def _rows_of_array(array: NDArray[Any]) -> list[NDArray[Any]]:
-    """Return a list with the values (T, channels) of each series in an array (batch, channels, T) or (batch, T)."""
+    """Split an array (batch, channels, T) or (batch, T) into a list with the values (T, channels) of each series."""
     if array.ndim not in (2, 3) or 0 in array.shape:
         raise ValueError(
             f"an array of series must be (batch, channels, T), or (batch, T) for one channel, with at least one "
@@ -1072,7 +1092,9 @@ def _rows_of_array(array: NDArray[Any]) -> list[NDArray[Any]]:
 
 
 def _named(series: Series) -> Series:
-    """Give a series default names where it has none: ids 0, 1, ..., features ``"x0"``, ... and ``"static0"``, ....
+    """Return the series with default names where names are missing.
+
+    Default ids are 0, 1, ..., default features ``"x0"``, ``"x1"``, ..., default static features ``"static0"``, ...
 
     Raises:
         ValueError: if there are too few or too many names, or two features have the same name.
@@ -1101,27 +1123,30 @@ def _finite(series: Series) -> Series:
 
 
 def _infinite(series: Series) -> Iterator[tuple[Tensor, Sequence[Any]]]:
-    """Yield a bool mask of the infinite observed values and their names, then the same for static features."""
+    """Yield pairs (mask of infinite entries, names of the columns), first for the values, then for static features.
+
+    Infinite values that ``series.mask`` marks as missing are not in the mask.
+    """
     yield series.x.isinf() & series.mask, series.features
     if series.static is not None:
         yield series.static.isinf(), series.static_features
 
 
 def _refuse_infinite(is_infinite: Tensor, names: Sequence[Any], fault: str) -> None:
-    """Raise ValueError if the mask (..., columns) has a True entry. The message names the first such column."""
+    """Raise ValueError if the mask (..., columns) has a True entry, naming the first column that has one."""
     if is_infinite.any():
         name = names[int(is_infinite.flatten(0, -2).any(0).byte().argmax())]
         raise ValueError(f"{name!r} holds {fault}")
 
 
 def _default(name: str, count: int) -> list[Any]:
-    """Return default names for one attribute of a series: ``"ids"``, ``"features"`` or ``"static_features"``."""
+    """Return ``count`` default names for the attribute ``name`` of a series: ids, features or static_features."""
     prefix = {"features": "x", "static_features": "static"}.get(name)
     return list(range(count)) if prefix is None else [f"{prefix}{i}" for i in range(count)]
 
 
 def is_table(data: Any) -> bool:
-    """Return whether ``data`` is a DataFrame or a dict of columns; sparse matrices of SciPy may be dicts, too."""
+    """Return whether ``data`` is a DataFrame or a dict of columns. Sparse matrices of SciPy that are dicts are not."""
     return hasattr(data, "columns") or (isinstance(data, dict) and not hasattr(data, "toarray"))
 
 
@@ -1130,13 +1155,19 @@ def _is_indexed(data: Any) -> bool:
 
 
 def has_zone(data: Any, time: Any = None) -> bool | None:
-    """Return whether any date has a time zone. None for a Series or an array, which cannot have time zones."""
+    """Return whether a date in ``data`` has a time zone; None if ``data`` cannot have time zones (Series, array).
+
+    ``time`` is the name of the column of times in a table.
+    """
     zones = zones_in(data, time)
     return None if zones is None else any(zone is not None for zone in zones.values())
 
 
 def check_zone(found: bool | None, in_fit: bool | None) -> None:
-    """Raise ValueError if only the new or only the training dates have a time zone. None is compatible with both."""
+    """Raise ValueError unless new dates and training dates both have time zones, or both have none.
+
+    The arguments are results of :func:`has_zone` for the new and for the training data. None is always allowed.
+    """
     if None not in (found, in_fit) and found != in_fit:
         fault, fix = ("with", "") if in_fit else ("without", ".tz_localize(None)")
         fix = f"pandas.DatetimeIndex(pandas.to_datetime(dates, utc=True)){fix}"
@@ -1144,9 +1175,10 @@ def check_zone(found: bool | None, in_fit: bool | None) -> None:
 
 
 def zones_in(data: Any, time: Any = None) -> dict[str, Any] | None:
-    """Return a dict from names to time zones for a table's column ``time`` or for pairs (t, x); None for other data.
+    """Return a dict with the name and the object of each time zone that occurs in a table or in pairs (t, x).
 
-    Dates without a time zone are listed under the name "None". NumPy dates are not listed.
+    For dates without a time zone, the dict has the entry ``"None": None``. NumPy dates are ignored. For other data the
+    result is None. ``time`` is the name of the column of times in a table.
     """
     is_pairs = isinstance(data, (list, tuple)) and all(map(_is_pair, data))
     if not is_pairs and not is_table(data) and not _is_indexed(data):
@@ -1169,7 +1201,10 @@ def _is_column(value: Any) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    """Return whether ``value`` is a tuple (t, x), or a list [t, x] that cannot be an array of two channels."""
+    """Return whether ``value`` is a pair of times and values: a tuple (t, x), or a list [t, x] that is clearly one.
+
+    A list is clearly a pair if t holds dates or durations, or x is an array (n, channels).
+    """
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         return False
     has_channels = _is_column(value[0]) and getattr(value[1], "ndim", 0) == 2
@@ -1177,7 +1212,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _refuse_lists_for_pairs(data: Any) -> None:
-    """Raise TypeError for a single pair (t, x) and for lists [t, x], whose times would be read as values."""
+    """Raise TypeError for a single pair (t, x) outside of a list, and for lists [t, x] that look like two channels."""
     is_list = [isinstance(one, list) and not isinstance(next(iter(one), []), (list, tuple)) for one in data]
     if isinstance(data, tuple) and len(data) == 2 and (any(map(_is_column, data)) or all(is_list)):
         raise TypeError("data must be a list of series, got one pair (t, x). Fix: [(t, x)].")
@@ -1186,7 +1221,7 @@ def _refuse_lists_for_pairs(data: Any) -> None:
 
 
 def _without_end(x: NDArray[Any]) -> NDArray[Any]:
-    """Remove samples without values from the end of a series (T, channels), but keep at least one sample."""
+    """Remove the samples at the end of a series (T, channels) that have no value, but keep at least one sample."""
     seen = ~np.isnan(x).all(1)
     return x[: max(1, len(x) - int(seen[::-1].argmax()) if seen.any() else 1)]
 
@@ -1194,7 +1229,10 @@ def _without_end(x: NDArray[Any]) -> NDArray[Any]:
 def _joined(
     pairs: list[tuple[NDArray[Any], NDArray[Any]]], unit: Unit | None, origin: Date | None, dtype: torch.dtype
 ) -> Series:
-    """Join pairs of sorted times (n,) and values (n, channels) to a Series. An empty pair gets one missing sample."""
+    """Build a Series from a pair of sorted times (n,) and values (n, channels) for each series.
+
+    For an empty pair the series has one sample without values.
+    """
     widths = sorted({x.shape[1] for _, x in pairs})
     if len(widths) > 1:
         raise ValueError(f"all series must have one number of channels, got {widths}. Fix: NaN for absent channels.")

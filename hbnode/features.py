@@ -41,15 +41,15 @@ SHARES = 9  # number of thresholds for each state of an oscillator
 POOLED = (*(f"share{i}" for i in range(SHARES)), "log_maximum", "mean", "spread", "time_of_maximum")
 SUMMARIES = ("mean", "spread", "minimum", "maximum", "first", "last", "log_count")
 _CHUNK = 262_144  # maximum number of displacements (or velocities, or accelerations) in a chunk of series
-_WINDOW = 4096  # number of times whose states are in memory; the same for all batches, so that sums do not change
+_WINDOW = 4096  # number of times whose states are in memory; the same for all batches, so that rounding is the same
 _PARTS = 64  # maximum number of parts into which a gap between samples is divided
-_SAMPLES = 4096  # number of states for the thresholds, and maximum number of samples of a series that give them
+_SAMPLES = 4096  # number of states from which thresholds are computed; maximum number of samples used of a series
 _VALUES = 16_777_216  # maximum number of values on the grid in memory when MiniRocket chooses its thresholds
-_DIGITS = 9  # decimals of states in units of their scales; smaller differences are rounding errors
-_FLOOR = 1e-6  # states with a smaller standard deviation, in units of the training values', are constant
+_DIGITS = 9  # decimals to which scaled states are rounded; smaller differences are rounding errors
+_FLOOR = 1e-6  # states of standardised series with a smaller standard deviation count as constant
 _FAR = 10  # a series whose duration and mean gap exceed the medians by this factor has a wrong time
-_MARGIN = 0.1  # share by which the range of times is widened, and share of samples outside that causes no warning
-_MULTIPLE = 20  # gaps of more steps are ignored when testing whether gaps are multiples of a step
+_MARGIN = 0.1  # share by which the range of times is widened; largest share of samples outside without a warning
+_MULTIPLE = 20  # longer gaps, in steps, are ignored in the test whether gaps are multiples of a step
 _LONGEST = 2048  # maximum number of points of a grid that is chosen automatically
 _SHORTEST = 9  # number of points that a kernel of MiniRocket needs
 
@@ -71,7 +71,10 @@ class _Block(NamedTuple):
 
     @property
     def weights(self) -> Array:
-        """Weights (n, T) that sum to 1: the share of the time to which each sample is the nearest; 0 on padding."""
+        """The weight of each sample in a time average, (n, T); 0 on padding. The weights of a series sum to 1.
+
+        The weight is the share of the duration during which the sample is the nearest one.
+        """
         gaps = np.diff(self.t, axis=1, prepend=self.t[:, :1], append=self.t[:, -1:])
         time = gaps[:, :-1] + gaps[:, 1:]
         valid = np.arange(self.t.shape[1]) < self.lengths[:, None]
@@ -103,7 +106,7 @@ class _Block(NamedTuple):
 
 
 class _Transformer(TransformerMixin, BaseEstimator):
-    """The base of all transformers. It converts data to series and computes features in chunks of similar length."""
+    """The base class of all transformers. It converts data to series, and computes features of chunks of series."""
 
     random_state: Any
     n_jobs: int | None
@@ -136,7 +139,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
         return on_clock(aligned(series, self.channels_, self.static_channels_), self.clock_)
 
     def _block(self, series: Series, rows: Array) -> _Block:
-        """Return the standardised values and the times of the series with the indices ``rows``."""
+        """Return the series with the indices ``rows`` as a block of standardised values and relative times."""
         part = series.select(torch.from_numpy(rows))
         x, start = (part.x.double().numpy() - self.mean_) / self.scale_, part.t[:, :1]
         return _Block(x, (part.t - start).numpy(), start[:, 0].numpy(), part.lengths.numpy())
@@ -144,10 +147,11 @@ class _Transformer(TransformerMixin, BaseEstimator):
     def _rows(
         self, compute: Callable[[Any], Array], prepare: Callable[[Array], Any], series: Series, cost: Array
     ) -> Array:
-        """Return ``compute(prepare(rows))`` for all series, (batch, features), in chunks of series of similar cost.
+        """Return the features of all series, (batch, features), including their static features.
 
-        joblib runs ``compute`` in parallel jobs. ``cost`` (batch,) is the number of values that each series needs in
-        memory.
+        The features of the series with the indices ``rows`` are ``compute(prepare(rows))``. This is evaluated for
+        chunks of series of similar cost; joblib runs ``compute`` in parallel jobs. ``cost`` (batch,) is the number of
+        values that each series needs in memory.
         """
         if self.n_jobs is not None and not isinstance(self.n_jobs, numbers.Integral):
             raise TypeError(f"n_jobs must be a whole number or None, got {self.n_jobs!r}. Fix: n_jobs=1.")
@@ -178,7 +182,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
 
 
 def checked(data: Any) -> Any:
-    """Validate arrays with scikit-learn; NaN is allowed. Return other data unchanged."""
+    """Return data after a check: arrays are validated by scikit-learn, with NaN allowed; other data are not checked."""
     if isinstance(data, Series) or is_table(data) or is_list_of_series(data):
         return data
     try:
@@ -202,20 +206,23 @@ def moments(x: torch.Tensor) -> tuple[Array, Array]:
 
 
 def _joined_ranges(counts: Array) -> Array:
-    """Return 0, ..., c - 1 for each count c, concatenated."""
+    """Concatenate the ranges 0, ..., c - 1 of all counts c: [2, 3] gives [0, 1, 0, 1, 2]."""
     return np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
 
 
 def _ordered_sum(values: Array) -> Array:
-    """Return the sum over axis 1 in the order of the terms.
+    """Return the sum over axis 1, with the terms added from first to last.
 
-    The order in numpy.sum depends on padding and on the batch, so its rounding errors differ.
+    numpy.sum adds them in an order that depends on the length of the padding, which changes rounding errors.
     """
     return np.cumsum(values, 1)[:, -1]
 
 
 def _parts_of_gaps(gaps: Array, lengths: Array, step: float) -> Array:
-    """Return the number of parts, each about ``step`` long, for each gap between samples; at most 64, 0 on padding."""
+    """Return the number of parts of length about ``step`` into which each gap between samples is divided, (n, T - 1).
+
+    It is at least 1 and at most 64. On padding it is 0.
+    """
     parts = np.clip(np.rint(gaps / step), 1, _PARTS).astype(np.int64)
     return np.where(np.arange(1, gaps.shape[1] + 1) < lengths[:, None], parts, 0)
 
@@ -225,7 +232,10 @@ def _name(series: Series, row: int) -> str:
 
 
 def _unique(names: Any, count: int, default: str, others: Any = ()) -> list[str]:
-    """Return names as text, or numbered default names if there are not ``count`` names that differ from all others."""
+    """Return the names as strings, or default names such as "x0", "x1" if they are not usable.
+
+    Names are usable if there are ``count`` of them, all different, and none is in ``others``.
+    """
     found = list(map(str, names))
     return found if len({*found} - {*others}) == count else [f"{default}{i}" for i in range(count)]
 
@@ -257,7 +267,10 @@ class _Bank(NamedTuple):
     thresholds: Array
 
     def states(self, block: _Block) -> Iterator[tuple[slice, Array]]:
-        """Yield slices of the times of a refined block, and the scaled states at these times, (T, n, 3 P)."""
+        """Yield pairs for successive windows of time: the slice of time indices, and the scaled states (times, n, 3 P).
+
+        ``block`` is a result of :meth:`_Block.refined`.
+        """
         start = None
         for first in range(0, block.t.shape[1], _WINDOW):
             last = max(first - 1, 0)  # the last index of the previous window
@@ -298,7 +311,7 @@ class _Bank(NamedTuple):
 def oscillator_states(
     t: Array, force: Array, frequency: Array, damping_ratio: Array, start: tuple[Array, Array] | None = None
 ) -> tuple[Array, Array, Array]:
-    r"""Return the states of oscillators that are driven by a force that is linear in time between the samples.
+    r"""Return the states of P oscillators, each driven by a force that is linear in time between the samples.
 
     Each oscillator follows x'' + 2ζω x' + ω² x = ω² u(t) and starts with velocity 0. Oscillators 0, 2, 4, ... start at
     x = 0. Oscillators 1, 3, 5, ... start at x = u, the equilibrium under the first force. The state is one complex
@@ -350,7 +363,7 @@ def _phi(y: Array) -> tuple[Array, Array, Array]:
 
 
 def _summaries(block: _Block) -> list[Array]:
-    """Return a list of summaries of the observed values, (n, channels) each; 0 for a channel without a value."""
+    """Return a list of the ``SUMMARIES`` of each channel, (n, channels) each; 0 for a channel without a value."""
     x, seen = np.nan_to_num(block.x), ~np.isnan(block.x)
     count = seen.sum(1)
     first, last = seen.argmax(1), seen.shape[1] - 1 - seen[:, ::-1].argmax(1)
@@ -365,10 +378,10 @@ def _summaries(block: _Block) -> list[Array]:
 
 
 def _interpolated(block: _Block, at: Array, kind: str) -> Array:
-    """Interpolate each channel at the times ``at``, (n, G) or (G,). The result is (n, G, channels).
+    """Return the values of each channel at G times ``at`` (n, G) or (G,), (n, G, channels).
 
-    Between observed values it is linear, or the last value with ``kind="last"``. It is constant outside of the observed
-    times, and 0 for a channel without a value.
+    Observed values are interpolated linearly. With ``kind="last"``, the last observed value is used. Before the first
+    and after the last value, the result is constant. It is 0 for a channel without a value.
     """
     at = np.broadcast_to(at, (len(block.x), np.shape(at)[-1]))
     found = np.zeros((*at.shape, block.x.shape[2]))
@@ -500,7 +513,7 @@ class OscillatorFeatures(_Transformer):
         return self
 
     def _samples(self, bank: _Bank, series: Series, random: np.random.RandomState) -> Array:
-        """Return states of the oscillators at random times of random series, (points, 3 P)."""
+        """Return the states of the P oscillators at random times of random series, (number of times, 3 P)."""
         order = random.permutation(len(series))
         lengths = series.lengths.numpy()[order]
         count = max(1, min(len(order), int(np.searchsorted(lengths.cumsum(), _SAMPLES)) + 1))
@@ -564,7 +577,7 @@ class Summaries(_Transformer):
     random_state = n_jobs = None
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Store the scale of each channel. A missing static feature will stay NaN."""
+        """Store the mean and the scale of each channel. :meth:`transform` leaves missing static features NaN."""
         if self._series(X, is_new=True).static is not None:
             self.static_mean_ = np.full_like(self.static_mean_, np.nan)
         return self
@@ -587,7 +600,7 @@ class Summaries(_Transformer):
 
 
 def _step_and_span(series: Series) -> tuple[float, float]:
-    """Return the attribute ``step_`` of :class:`OscillatorFeatures`, and the longest duration of a series.
+    """Return the typical sampling interval, ``step_`` of :class:`OscillatorFeatures`, and the longest duration.
 
     Both are 1 if no series has two different times.
     """
@@ -603,7 +616,7 @@ def _step_and_span(series: Series) -> tuple[float, float]:
 
 
 def usual(series: Series) -> Series:
-    """Warn of series that probably have a wrong time, and return the other series."""
+    """Return the series without those that probably have a wrong time, and warn of these."""
     _, spans, is_far = _gaps(series)
     if not is_far.any():
         return series
@@ -618,10 +631,11 @@ def usual(series: Series) -> Series:
 
 
 def _gaps(series: Series) -> tuple[Array, Array, Array]:
-    """Return all gaps between different times, the duration of each series, and whether each series has a wrong time.
+    """Return the gaps between successive samples of all series, (gaps,), without gaps of length 0.
 
-    A series has a wrong time if its duration and its mean gap are both ten times their medians. Medians are over all
-    gaps: each series counts once for each of its gaps.
+    Also return the duration of each series, (batch,), and whether each series probably has a wrong time, (batch,). It
+    has if its duration and its mean gap both exceed ten times their medians. In these medians a series counts as often
+    as it has gaps.
     """
     t = (series.t - series.t[:, :1]).double().numpy()
     spans, gaps = t[:, -1], np.diff(t, axis=1)
@@ -646,7 +660,7 @@ def _range(value: tuple[float, float], name: str, most: float) -> tuple[float, f
 
 
 def _with_numba(function: Callable[[Array], Any], values: Array) -> Any:
-    """Return ``function(values)`` and restore torch's number of threads, which numba changes."""
+    """Return ``function(values)``. Afterwards restore torch's number of threads, which numba changes."""
     threads = torch.get_num_threads()
     try:
         return function(values)
@@ -744,9 +758,9 @@ class RocketFeatures(_Transformer):
         return self._with_static(np.asarray(_with_numba(self.kernels_.transform, values), dtype=np.float64), series)
 
     def _fit(self, X: Any) -> tuple[Series, Array]:
-        """Fit, and return the series and their values on the grid, (n, channels, points).
+        """Fit the transformer. Return all series, and values of n series on the grid, (n, channels, points).
 
-        If the values of all series do not fit in memory, the values are those of a random sample of n series.
+        n is the number of all series, if their values fit in memory. Otherwise the n series are a random sample.
         """
         try:
             from aeon.transformations.collection.convolution_based import MiniRocket
@@ -789,7 +803,7 @@ class RocketFeatures(_Transformer):
         return self._rows(transform, lambda rows: self._values(series, rows), series, cost)
 
     def _values(self, series: Series, rows: Array) -> Array:
-        """Return the standardised values on the grid of the series with the indices ``rows``, (n, channels, points)."""
+        """Reconstruct the n series with the indices ``rows`` on the grid; return standardised (n, channels, points)."""
         if isinstance(self.reconstruction, str):
             block = self._block(series, rows)
             at = self.grid_ - block.start[:, None]
@@ -814,9 +828,10 @@ class RocketFeatures(_Transformer):
 
 
 def check_range(series: Series, first: float, last: float, fix: str) -> None:
-    """Raise ValueError if a series lies outside of a range of times; warn if more than a tenth of its samples do.
+    """Check that series lie in the range of times from ``first`` to ``last``.
 
-    The range is widened by a tenth at each end, because training series of few samples rarely reach its ends.
+    Raise ValueError if all samples of a series lie outside of the range. Warn if more than a tenth of its samples do.
+    The range is widened by a tenth at each end, because series of few samples rarely reach its ends.
     """
     seen, t, margin = series.mask.any(2).numpy(), series.t.numpy(), _MARGIN * (last - first)
     is_out = seen & ((t < first - margin) | (t > last + margin))
@@ -837,7 +852,10 @@ def check_range(series: Series, first: float, last: float, fix: str) -> None:
 
 
 def grid_of(grid: Any, series: Series) -> tuple[Array, tuple[float, float]]:
-    """Return the times of the grid, and the first and the last time between which series must lie."""
+    """Return the times of the grid (points,), and the first and the last time between which series must lie.
+
+    ``grid`` is the argument of :class:`RocketFeatures`: times, a number of points, or None.
+    """
     times = series.t[series.mask.any(2)].double().unique().numpy()
     times = times if len(times) else np.zeros(1)
     if np.ndim(grid) == 1:

@@ -67,7 +67,7 @@ class Field(nn.Module, ABC):
 
     Arguments:
         func: module or callable that takes the tensors of the state, optionally after the time.
-        parts: number of tensors that ``func`` takes besides the time.
+        parts: number of tensors of the state that ``func`` takes, not counting the time.
         time_dependent: whether ``func`` takes the time as its first argument. None uses the attribute
             ``func.time_dependent`` if it exists, else the number of required positional arguments.
 
@@ -75,7 +75,7 @@ class Field(nn.Module, ABC):
         TypeError: if ``func`` is not callable, or it is unclear whether ``func`` takes the time.
     """
 
-    _second: ClassVar = "v"  # the name in error messages of the second tensor that func takes
+    _second: ClassVar = "v"  # the name of func's second tensor in error messages
 
     def __init__(self, func: Callable[..., Tensor], *, parts: int, time_dependent: bool | None) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Field(nn.Module, ABC):
         self.time_dependent = takes_time(func, parts, self._second, time_dependent)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "nfe" and type(self).__module__ == __name__:  # a subclass may count in its forward
+        if name == "nfe" and type(self).__module__ == __name__:  # a subclass may count evaluations in its forward
             raise AttributeError("a field has no count of its own. Fix: block.nfe = 0, or hbnode.count_nfe(field).")
         super().__setattr__(name, value)
 
@@ -145,7 +145,7 @@ class NODE(Field):
         Momentum Benefit Deep Neural Networks Architecture Design? (2022).
 
     Arguments:
-        func: f as a module or callable taking ``(h)`` or ``(t, h)``, returning the shape of h.
+        func: f, a module or callable that takes ``(h)`` or ``(t, h)`` and returns a tensor of the shape of h.
         time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
 
     Example:
@@ -183,7 +183,7 @@ class ANODE(Field):
         self.augment = as_count(augment, "augment", least=0)
 
     def initial_state(self, x: Tensor) -> Tensor:
-        """Return ``x`` with zeros appended along dimension 1."""
+        """Return ``x`` with ``augment`` zeros appended along dimension 1."""
         return append_zeros(x, self.augment)
 
     def forward(self, t: Tensor, h: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class SONODE(Field):
 class _Damped(ModuleWithConstants, Field):
     """The base class of HBNODE and GHBNODE, with the damping γ and the initial momentum."""
 
-    _parts: ClassVar = 1  # number of tensors that func takes besides the time
+    _parts: ClassVar = 1  # number of tensors of the state that func takes
 
     def __init__(
         self,
@@ -265,11 +265,11 @@ class _Damped(ModuleWithConstants, Field):
         """The current damping γ, a tensor if it is learned or differs between channels, else a Python float."""
         if self.omega is None:
             return self.get_constant("_damping")
-        most = self._buffers["max_damping"]  # None, or a tensor from functional_call
+        most = self._buffers["max_damping"]  # the tensor from functional_call, or None outside it
         return (self.max_damping if most is None else most) * torch.sigmoid(self.omega)
 
     def solver_damping(self) -> Tensor | float:
-        """Return the damping γ for a solver; a constant γ is on the CPU, to avoid synchronisation."""
+        """Return the damping γ for a solver; a constant γ is on the CPU, because reading a GPU is slow."""
         return self.damping if self.omega is not None else self.host_constant("_damping", self.damping)
 
     def constants(self) -> dict[str, str]:
@@ -277,7 +277,7 @@ class _Damped(ModuleWithConstants, Field):
         return {"damping": "_damping"} if self.omega is None else {"max_damping": "max_damping"}
 
     def dynamics_parameters(self) -> list[Tensor]:
-        """Return the parameters except those of the initial momentum, and the constants that require a gradient."""
+        """Return all parameters except those of the initial momentum, and constants that require a gradient."""
         constants = [getattr(self, attribute) for attribute in self.constants().values()]
         return [*super().dynamics_parameters(), *filter(is_differentiated, constants)]
 
@@ -317,7 +317,7 @@ class HBNODE(_Damped):
             ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
         learn_damping: whether γ is learned. A constant γ is a Python float or a float64 tensor for any dtype of the
             module, and is part of the ``state_dict``. A tensor that requires a gradient, such as the output of another
-            network, keeps it: it stays as it is, and is not part of the ``state_dict``. Default: True.
+            network, is used unchanged and is not part of the ``state_dict``. Default: True.
         max_damping: upper bound of a learned γ. Default: 1.0.
         initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
         time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
@@ -425,9 +425,9 @@ class AdamNODE(Field):
 
     .. math:: h' = \frac{m}{\sqrt{v + \epsilon}}, \qquad m' = a\,(f(h, t) - m), \qquad v' = b\,(f(h, t)^2 - v)
 
-    m and v are moving averages of f and of its elementwise square, with the rates a and b. The state is the tuple
-    ``(h, m, v)`` of tensors of one shape. By default v starts at 1, so that h' = m at first, as for a heavy ball. If v
-    is near 0, h' and its gradient are large and need small steps. Learned rates are
+    The momentum m and the second moment v are moving averages of f and of its elementwise square, with the rates a and
+    b. The state is the tuple ``(h, m, v)`` of tensors of one shape. By default v starts at 1, so that h' = m at first,
+    as for a heavy ball. If v is near 0, h' and its gradient are large and need small steps. Learned rates are
     :math:`\mathrm{sigmoid}(\alpha)` with a parameter :math:`\alpha`, so that they stay between 0 and 1. The default of
     both is sigmoid(-3), about 0.047.
 
@@ -527,7 +527,8 @@ class PortHamiltonian(HBNODE):
     Arguments:
         potential: V, a module or callable taking ``(h)`` or ``(t, h)`` with h (batch, ...), returning (batch,) or
             (batch, 1). The energy of a sample must depend on that sample only.
-        damping: initial γ, as for :class:`HBNODE`. Default: None, 0.0 if it is constant, else about 0.047.
+        damping: initial γ, as for :class:`HBNODE`. Default: None, which is 0.0 if γ is constant and about 0.047 if it
+            is learned.
         learn_damping: whether γ is learned. Default: False.
         max_damping: upper bound of a learned γ. Default: 1.0.
         initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
@@ -686,8 +687,8 @@ class HeavyBallSDE(HBNODE):
             feature, (d, 1, 1) for one per channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
         temperature: initial η, in units of (h/time)²: a number >= 0, or a tensor that broadcasts with h.
             Default: ``1.0``.
-        learn_damping: whether γ is learned. A constant γ is part of the ``state_dict``, unless it requires a
-            gradient, which it keeps. Default: True.
+        learn_damping: whether γ is learned. A constant γ is part of the ``state_dict``, unless it requires a gradient.
+            Default: True.
         learn_temperature: whether η is learned. A constant η is stored like a constant γ. Default: False.
         max_damping: upper bound of a learned γ. Default: ``1.0``.
         initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
@@ -746,7 +747,7 @@ class HeavyBallSDE(HBNODE):
         return self.get_constant("_temperature") if self.log_temperature is None else self.log_temperature.exp()
 
     def solver_temperature(self) -> Tensor | float:
-        """Return the temperature η for a solver; a constant η is on the CPU, to avoid synchronisation."""
+        """Return the temperature η for a solver; a constant η is on the CPU, because reading a GPU is slow."""
         return self.host_constant("_temperature", self.temperature)
 
     def constants(self) -> dict[str, str]:
@@ -766,7 +767,7 @@ class HeavyBallSDE(HBNODE):
         return torch.cat(self(t, (h, m)), -1)
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
-        """Return the diffusion matrix (batch, 2d, d) for torchsde; the first d matrix rows are 0, as h has no noise."""
+        """Return the diffusion matrix (batch, 2d, d) for torchsde; its first d matrix rows are 0: h has no noise."""
         _, m = self._halves(y)
         scale = torch.diag_embed(self.noise_scale(m))
         return torch.cat([torch.zeros_like(scale), scale], -2)
@@ -789,13 +790,13 @@ class HeavyBallSDE(HBNODE):
 
 
 def diffusion(gamma: Tensor, eta: Tensor) -> Tensor:
-    """Return √(2γη) for the damping γ (``gamma``) and the temperature η (``eta``), with gradient 0 at γη = 0."""
+    """Return √(2γη) for the damping γ = ``gamma`` and the temperature η = ``eta``, with the gradient 0 at γη = 0."""
     product = 2 * gamma * eta
     return torch.where(product > 0, torch.where(product > 0, product, 1.0).sqrt(), 0.0)
 
 
 def _constant(value: float | Tensor, name: str, fix: str, for_zero: str) -> float | Tensor:
-    """Return a constant >= 0 as a float or a float64 tensor; return a tensor that requires a gradient unchanged."""
+    """Return a number or tensor >= 0 as a float or a float64 tensor, unchanged if it requires a gradient."""
     keeps = is_differentiated(value)
     x = as_numbers(value.detach() if keeps else value, name, fix)  # type: ignore[union-attr]  # a tensor
     if not bool(((x >= 0) & torch.isfinite(x)).all()):

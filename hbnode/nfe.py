@@ -17,7 +17,7 @@ from hbnode._torch import backward_pass
 
 
 def _on_total(operation: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
-    """Return a method of :class:`NFE` that applies ``operation`` to its total and the other operands.
+    """Return a method of :class:`NFE`, such as ``__gt__``, that applies ``operation`` to its total and the operands.
 
     With ``reflected`` the order of the operands is reversed, as in ``2 - nfe``.
     """
@@ -59,7 +59,7 @@ class NFE:
     keeps_graph: bool = field(default=False, init=False, repr=False, compare=False)
     # successor: after a reset, the new NFE to which running solves add their counts
     successor: NFE | None = field(default=None, init=False, repr=False, compare=False)
-    # samples: indices of the samples of the batch that are solved; None for all
+    # samples: indices of the samples that this solve integrates; None for the whole batch
     samples: list[int] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -109,7 +109,7 @@ class NFE:
         return format(self.total, spec) if spec else str(self)
 
 
-numbers.Number.register(NFE)  # for NumPy and TensorBoard
+numbers.Number.register(NFE)  # conversion for NumPy and TensorBoard
 
 _FORWARD = {"evaluation": "forward", "accepted": "steps", "rejected": "rejected"}
 _BACKWARD = {"evaluation": "backward", "accepted": "backward_steps", "rejected": "backward_rejected"}
@@ -151,13 +151,16 @@ class Tally:
 
     @property
     def nfe(self) -> NFE:
-        """The NFE to which the solve adds its counts; after a reset of its block, the new NFE."""
+        """The NFE to which the solve adds its counts; if the block's NFE was reset during the solve, the new one."""
         while self.started_with.successor is not None:
             self.started_with = self.started_with.successor
         return self.started_with
 
     def add(self, event: str, count: int = 1) -> None:
-        """Add ``count`` to the number of ``"evaluation"``, ``"accepted"`` or ``"rejected"`` events of this pass."""
+        """Add ``count`` events of a kind: ``"evaluation"``, or a step that was ``"accepted"`` or ``"rejected"``.
+
+        They count as forward or backward events, depending on the pass that is running.
+        """
         is_forward = torch.compiler.is_compiling() or backward_pass() == -1
         name = (_FORWARD if is_forward else _BACKWARD)[event]
         own = self.nfe
@@ -234,7 +237,7 @@ def _collect(
 ) -> Iterator[Record]:
     """Add ``record`` to the list ``entries`` of active contexts, and remove it when this context ends.
 
-    The entry holds the identities of ``module`` and its submodules.
+    The entry is a pair: the identities of ``module`` and its submodules, and ``record``.
     """
     if not callable(module):
         got = type(module).__name__
@@ -249,8 +252,9 @@ def _collect(
 
 
 def identity(field: Callable[..., Any]) -> int:
-    """Return the id under which a field is counted.
+    """Return the id by which the counters identify a field.
 
-    For a bound method it is the id of the object, and for a wrapper that of the wrapped field ``field.counted_as``.
+    For a bound method it is the id of the object. For a wrapper it is the id of the wrapped field, its attribute
+    ``counted_as``.
     """
     return id(getattr(field, "__self__", getattr(field, "counted_as", field)))

@@ -22,15 +22,15 @@ class _Queries(threading.local):
 
     Attributes:
         solves: number of running solves, which may be nested.
-        asked: the signals that were evaluated, with their query times, if a solver records them; else None.
-        unchecked: signals with query times that may lie outside their samples, because they were not checked.
+        recorded: pairs of an evaluated signal and its query times, if a solver records them; else None.
+        unchecked: pairs of a signal and query times that were not checked and may lie outside the samples.
         is_trial: whether the field is evaluated at times that the solve may not reach. A signal then returns NaN
             outside its samples instead of raising an error.
     """
 
     def __init__(self) -> None:
         self.solves = 0
-        self.asked: list[tuple[Signal, Tensor]] | None = None
+        self.recorded: list[tuple[Signal, Tensor]] | None = None
         self.unchecked: deque[tuple[Signal, Tensor]] = deque(maxlen=256)
         self.is_trial = False
 
@@ -111,7 +111,7 @@ class Signal(nn.Module):
             raise ValueError(f"u must be finite, got NaN or infinite samples. Fix: leave them out, {fix}.")
         self.kind = kind
         self.outside = outside
-        self.knots = tuple(on_host.tolist())  # on the CPU, where step sizes are chosen
+        self.knots = tuple(on_host.tolist())  # Python numbers, because step sizes are chosen on the CPU
         self.time_dtype = t.dtype
         self.register_buffer("t", t.detach(), persistent=False)
         self.register_buffer("u", u, persistent=False)
@@ -130,8 +130,8 @@ class Signal(nn.Module):
         elif t.is_complex() or t.dtype is torch.bool:
             raise TypeError(f"t must be real numbers, got {t.dtype}. Fix: t.real, or t.float().")
         traced = is_tracing()
-        if not traced and queries.asked is not None:
-            queries.asked.append((self, t))
+        if not traced and queries.recorded is not None:
+            queries.recorded.append((self, t))
         if self.outside == "hold":
             first, last = self.t[0], self.t[-1]
             t = torch.where(t < first, first, torch.where(t > last, last, t))  # the derivative at the ends is 1
@@ -153,9 +153,12 @@ class Signal(nn.Module):
         return self._between(left, width, _align(s, self.u)).reshape(shape)
 
     def _between(self, left: Tensor, width: Tensor, s: Tensor) -> Tensor:
-        """Interpolate in the intervals that begin at the sample indices ``left`` and have the lengths ``width``.
+        """Return interpolated values between the samples ``left`` and ``left + 1``, at relative positions ``s``.
 
-        ``s`` is the position in each interval, from 0 to 1.
+        Arguments:
+            left: index of the sample before each query time, (queries,).
+            width: time between the two samples, (queries,).
+            s: position between the two samples, from 0 to 1, (queries, 1, ...).
         """
         u0, u1 = self.u[left], self.u[left + 1]
         if self.kind == "linear":
@@ -189,7 +192,7 @@ class Signal(nn.Module):
 
 
 def _align(x: Tensor, u: Tensor) -> Tensor:
-    """Append to ``x`` a dimension of size 1 for each trailing dimension of ``u``, and convert it to the dtype of u."""
+    """Reshape x (n,) to (n, 1, ..., 1) with as many dimensions as ``u``, and convert it to the dtype of u."""
     return x.reshape(x.shape + (1,) * (u.dim() - 1)).to(u.dtype)
 
 

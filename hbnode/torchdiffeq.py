@@ -39,7 +39,7 @@ Function = Callable[..., Any]
 Tolerance = float | Tensor | Sequence[float | Tensor]
 
 ARGUMENTS = ("steps", "per_sample", "save", "jump_times", "max_steps", "compile", "gradient")  # of hbnode.odeint
-RENAMED = {"jump_t": "jump_times", "max_num_steps": "max_steps"}  # from torchdiffeq's options
+RENAMED = {"jump_t": "jump_times", "max_num_steps": "max_steps"}  # torchdiffeq's options, and arguments of odeint
 ORIGINAL = original()
 
 
@@ -251,7 +251,11 @@ def solve_native(
     func: Function, y0: State, t: Tensor, rtol: Any, atol: Any, method: Any, options: dict[str, Any] | None,
     gradient: str, event_fn: Function | None,
 ) -> State:  # fmt: skip
-    """Solve with :func:`hbnode.odeint`; entries of ``options`` that are its arguments are passed as arguments."""
+    """Solve with a native method by :func:`hbnode.odeint`.
+
+    Entries of torchdiffeq's ``options`` that are arguments of this function, such as ``steps``, are passed as
+    arguments.
+    """
     if event_fn is not None:
         fix = "method='dopri5', or hbnode.odeint(..., events=hbnode.Event(fn))"
         raise ValueError(f"event_fn is for torchdiffeq's methods, got method={method!r}. Fix: {fix}.")
@@ -285,9 +289,10 @@ def is_any_of(value: Any, others: Sequence[Any]) -> bool:
 
 
 def count(func: Function, *args: Any, in_backward: bool = False, **kwargs: Any) -> Function:
-    """Wrap ``func`` in a :class:`CountedFunction`, or return ``func`` if no context can need its counts.
+    """Return ``func`` wrapped in a :class:`CountedFunction`, or ``func`` itself if nothing counts its evaluations.
 
-    ``in_backward`` says that the backward pass evaluates ``func`` too, when a counting context may be active.
+    With ``in_backward`` the backward pass evaluates ``func`` too. Then ``func`` is wrapped even if nothing counts yet,
+    because counting may start before the backward pass. Other arguments are those of :class:`CountedFunction`.
     """
     check_callable(func, "func", "a module or a function, called as func(t, y)")
     if not open_counters and (torch.compiler.is_dynamo_compiling() or not (open_records or in_backward)):
@@ -296,9 +301,9 @@ def count(func: Function, *args: Any, in_backward: bool = False, **kwargs: Any) 
 
 
 class CountedFunction:
-    """A wrapper of a field for torchdiffeq that counts the evaluations and the steps of one solve.
+    """A callable (t, y) that calls ``func`` and counts the evaluations and the steps of one solve by torchdiffeq.
 
-    It counts steps in torchdiffeq's callbacks, which also call the callbacks of ``func``.
+    Steps are counted in torchdiffeq's callbacks. These also call the callbacks of ``func``, if it has any.
     """
 
     def __init__(
@@ -326,11 +331,10 @@ class CountedFunction:
 def call_back(
     counter: Tally, event: str, own: Function | None, times: Tensor | None, t0: Tensor, y0: State, dt: Tensor
 ) -> None:
-    """Count a step of size ``dt`` from ``(t0, y0)``, and call the user's ``own`` callback."""
+    """Count a step of size ``dt`` from the time ``t0``, then call ``own``, the user's callback, if it is not None."""
     if open_counters or open_records:
-        is_mirrored = (
-            open_records and times is not None and bool(times[0] > times[-1])
-        )  # torchdiffeq's adjoint solves in -t
+        # torchdiffeq's adjoint negates decreasing times
+        is_mirrored = open_records and times is not None and bool(times[0] > times[-1])
         count_step(counter, event, -t0 if is_mirrored else t0, dt)
     if own is not None:
         own(t0, y0, dt)

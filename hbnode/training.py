@@ -126,7 +126,7 @@ def train(
 
 
 def write_whole(entries: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Save a dict with torch.save; an interruption never leaves an incomplete file at ``path``."""
+    """Save a dict with torch.save. If the call is interrupted, an existing file at ``path`` does not change."""
     partial = Path(f"{path}.partial")
     try:
         torch.save(entries, partial)
@@ -145,7 +145,7 @@ def stored_in(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 class _Run:
-    """The state of a training run: the model, its optimizer, the record, and the parameters of the best epoch."""
+    """The state of a training run: model, optimizer, scheduler, losses of all epochs, parameters of the best epoch."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, batches: Any) -> None:
         self.model, self.optimizer, self.scheduler, self.batches = model, optimizer, scheduler, batches
@@ -156,7 +156,7 @@ class _Run:
         self.generators = [x for x in (getattr(owner, "generator", None) for owner in owners) if x is not None]
 
     def step(self, loss: Callable[..., Tensor], epoch: int, clip_norm: float | None) -> float:
-        """Train for one epoch and return the mean loss."""
+        """Train the model on all batches once, and return the mean loss."""
         self.model.train()
         total, count = 0.0, 0
         for batch, (arguments, size) in enumerate(self._moved(self.batches)):
@@ -174,7 +174,7 @@ class _Run:
 
     @torch.no_grad()
     def validated(self, validation: Any, loss: Callable[..., Tensor], epoch: int) -> float:
-        """Return the validation loss of the current parameters."""
+        """Return the validation loss of the model with its current parameters."""
         self.model.eval()
         if callable(validation):
             found = float(validation(self.model))
@@ -186,7 +186,10 @@ class _Run:
         return found
 
     def finish(self, entry: dict[str, float]) -> None:
-        """Record an epoch, copy its parameters if they are the best so far, and step the scheduler."""
+        """End an epoch: append ``entry`` (its losses) to the record, and step the scheduler.
+
+        Also copy the parameters if their validation loss is the smallest so far.
+        """
         self.record.append(entry)
         found = entry.get("validation")
         if found is None or found < self.least:
@@ -226,7 +229,7 @@ class _Run:
         return {name: part for name, part in parts.items() if part is not None}
 
     def _moved(self, batches: Iterable[Any]) -> Iterator[tuple[tuple[Any, ...], int]]:
-        """Move each batch to the device of the model; yield the arguments for the loss and the length of the batch."""
+        """Yield each batch on the device of the model, as a tuple of arguments for the loss, and its length."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         for batch in batches:
             leaves, tree = _pytree.tree_flatten(batch, is_leaf=lambda each: hasattr(each, "to"))

@@ -24,7 +24,7 @@ from the true frames, and in free running, where after 10 true frames the model 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from matplotlib.figure import Figure, SubFigure
@@ -159,7 +159,7 @@ def train(config: BouncingBallsConfig) -> None:
     simple = trivial_errors(test[0])
     run.announce(model, config.title, ", ".join(f"{name} {value:.4g}" for name, value in simple.items()))
     objective = Divergence(config.curvature_size)
-    options = {"eval_batch_size": EVAL_BATCH_SIZE, "stop": config.is_over}
+    options: Any = {"eval_batch_size": EVAL_BATCH_SIZE, "stop": config.is_over}
     fit(run, model, fresh, test, objective, optimizer=config.optimizer_of(objective.loss), **options)
     if run.workers.rank == 0 and not run.is_finished:
         title = f"{config.title}: frames of a test video; red: from the model's own predictions"

@@ -28,12 +28,12 @@ from pathlib import Path
 
 from tasks.common.files import read_json, write_figure, write_json
 from tasks.experiments import COMMANDS, Command
-from tasks.pages import TITLES, read_results, show, write_results
+from tasks.result_tables import TITLES, read_results, show, write_results
 from tasks.rows import COLUMNS, Group, Row, grouped, read_csv, tell_apart, write_rows
 
 PAGES = Path("docs/results")
 RUNS = Path("runs/results")
-LOST = "transcribed from docs"  # origin of results whose runs are lost
+TRANSCRIBED = "transcribed from docs"  # origin of results whose runs are lost
 SHOWN = "train_,validation_,test_,best_,final_,nfe_forward,nfe_backward,seconds,separates,solved"
 
 
@@ -99,7 +99,7 @@ def listing(names: Sequence[str], root: Path, pages: Path) -> str:
         waiting, commands = unfinished([name], root), chosen([name])
         done = f"{len(commands) - len(waiting)} of {len(commands)}" if commands else "make bench"
         hours = sum(command.hours for command in waiting.values())
-        without = sum(row["origin"].startswith(LOST) for row in rows)
+        without = sum(row["origin"].startswith(TRANSCRIBED) for row in rows)
         title = page.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") if page.exists() else ""
         lines.append(f"{name:<18} {done:>13} {hours:>14.1f} {len(rows):>6} {without:>9}  {title}")
         total, lost = total + len(rows), lost + without

@@ -74,7 +74,7 @@ class Weights:
 
     def __init__(self, method):
         self.rows, zero, one = method.rows, np.array(0.0), np.array(1.0)
-        blend = lambda theta: method.blend(np, zero, one, np.array([theta]))[0]
+        blend = lambda theta: method.dense_weights(np, zero, one, np.array([theta]))[0]
         if isinstance(method, Rosenbrock):
             tableau = method.tableau
             matrix, C = lower(tableau.a), lower(tableau.C)

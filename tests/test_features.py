@@ -133,7 +133,6 @@ def test_other_origins_are_shifted_and_other_units_refused():
     ("gaps", "step"),
     [
         ([1, 1, 1, 1, 1, 1, 1, 500], 1.0),  # integer times in bursts
-        ([6.0, 9.0, 0.0], 3.0),
         ([0.1, 0.2, 0.3], 0.1),
         ([5, 7, 11, 13], 7 / 4),  # the lattice is finer than a quarter of the median gap
         ([1.0, np.pi, np.e, np.sqrt(2)], np.sqrt(2) / 4),

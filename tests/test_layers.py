@@ -30,7 +30,7 @@ LAYERS = [
         "tasks.silverbox",
         "tasks.walker2d",
     ],
-    ["tasks.annealing", "tasks.experiments", "tasks.pages"],
+    ["tasks.annealing", "tasks.experiments", "tasks.result_tables"],
     ["tasks.readers"],
     ["tasks.rows"],
     ["tasks.data", "tasks.models"],

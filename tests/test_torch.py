@@ -245,6 +245,7 @@ def test_gradients_of_each_sample_under_vmap_are_those_of_a_loop(name):
         (lambda a: hbnode.nn.MomentumAttention(2, 1, momentum=a, step_size=a), "x, x, x"),
         (lambda a: hbnode.distributions.HeavyBallFlow(nn.Linear(2, 2), 2, max_damping=a), "x[:, 0]"),
     ],
+    ids=["block", "constants", "xi", "ODERNN", "LatentODE", "attention", "flow"],
 )
 def test_functional_call_takes_a_state_dict(make, arguments):
     """Constants too, of which the gradients pass the end of the call."""

@@ -27,10 +27,9 @@ def as_torchdiffeq() -> None:
     assert isinstance(theirs, Tensor) and torch.allclose(last, theirs[-1])
     hbnode.odeint(partial(decay), y0, [0.0, 1.0], gradient="adjoint")
     hbnode.odeint(lambda t, y: -y, nn.Parameter(y0), np.linspace(0.0, 1.0, 3))
-    h, m = hbnode.odeint(lambda t, state: (state[1], -state[0]), (y0, y0), t)
-    momentum: Tensor = m[-1]
     field = hbnode.HBNODE(nn.Linear(2, 2))
     h, m = hbnode.odeint(field, field.initial_state(y0), t)
+    momentum: Tensor = m[-1]
     h, m = torchdiffeq.odeint(field, field.initial_state(y0), t)
     assert momentum.shape == h[-1].shape == m[-1].shape
     half = hbnode.Event(lambda t, y: y[:, 0] - 0.5)
@@ -65,12 +64,11 @@ def as_torch_nn() -> None:
         optimizer.step()
     evaluations: int = nfe.forward + nfe.backward
     assert evaluations == nfe.total == model.block.nfe.total and len(steps.t) == nfe.steps + nfe.rejected
-    print(f"damping {model.block.field.damping:.3f}", model.block.field, model.block.nfe)
+    print(f"damping {model.block.field.damping:.3f}", model.block.nfe)
     model.block.nfe = 0
     copy = Classifier("dopri5", gradient="adjoint")
     copy.load_state_dict(model.state_dict())
     assert torch.allclose(copy.eval()(x), model.eval()(x), atol=1e-2)
-    model.double()(x.double())
 
 
 def blocks() -> None:
@@ -99,17 +97,14 @@ def choices() -> None:
         hbnode.ODEBlock(hbnode.NODE(nn.Linear(2, 2)), rtol=1e-6, atol=1e-6, max_steps=1)(torch.ones(1, 2))
     except hbnode.errors.MaxStepsError as error:
         print(error.t, error.step_size, error.nfe)
-    except hbnode.SolverError:
-        raise
 
 
 def sequences() -> None:
     x, t = torch.randn(3, 5, 2), torch.rand(3, 5).cumsum(1)
     rnn = hbnode.ODERNN(2, 4, field="ghbnode", method="tsit5", rtol=1e-2, atol=1e-2)
     output, state = rnn(x, t, lengths=torch.tensor([5, 3, 2]))
-    more, state = rnn(x, t + 9, state)
     ahead, state = rnn.forecast(state, [0.5])
-    assert output.shape == more.shape == (3, 5, 4) and ahead.shape == (3, 1, 4)
+    assert output.shape == (3, 5, 4) and ahead.shape == (3, 1, 4)
     oscillators = hbnode.nn.Oscillators(2, 4, num_oscillators=6, bidirectional=False)
     y, swinging = oscillators(x, t, lengths=torch.tensor([5, 3, 2]))
     swung, _ = oscillators.forecast(swinging.detach(), [0.5])
@@ -120,8 +115,7 @@ def sequences() -> None:
     output, (h, c) = lstm(x)
     packed, carry = lstm(nn.utils.rnn.pack_padded_sequence(x, [5, 3, 2], batch_first=True))
     cell = hbnode.nn.MomentumLSTMCell(2, 4)
-    step, carried = cell(x[:, 0])
-    step, carried = cell(x[:, 1], carried)
+    step, carried = cell(x[:, 1], cell(x[:, 0])[1])
     assert h.shape == c.shape == (2, 3, 4) and step.shape == (3, 4)
 
 
@@ -133,12 +127,11 @@ def attention() -> None:
     assert encoder(x, src_key_padding_mask=padding).shape == encoder.eval()(x).shape == x.shape
     attend = hbnode.nn.MomentumAttention(16, 4, momentum=[0.0, 0.5, 0.9, 0.99], batch_first=True)
     output, weights = attend(x, x, x, key_padding_mask=padding, need_weights=False)
-    y, carried = attend.prefill(x[:, :8])
-    y, carried = attend.step(x[:, 8], carried)
+    y, carried = attend.step(x[:, 8], attend.prefill(x[:, :8])[1])
     assert weights is None and torch.allclose(y[0], output[0, 8], atol=1e-5)
     q, k, v = torch.randn(3, 2, 4, 50, 8)
     mixed: Tensor = hbnode.nn.functional.momentum_attention(q, k, v, momentum=0.9)
-    assert mixed.shape == nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).shape
+    assert mixed.shape == q.shape
     model = hbnode.nn.MomentumTransformer(50, 16, 2, 2, 32, attention="heavy_ball", connection="nesterov")
     tokens = torch.randint(50, (2, 7))
     logits: Tensor = model(tokens)

@@ -1,6 +1,7 @@
-"""Diagnostics of models and solves. :mod:`.plot` has figures.
+"""Diagnostics of models and solves. :mod:`.plot` draws figures.
 
-:class:`AdjointNorms`, :class:`NFEToleranceCurve` and :class:`Spectrum` have methods ``plot()`` and ``to_csv(path)``.
+The results :class:`AdjointNorms`, :class:`NFEToleranceCurve` and :class:`Spectrum` have methods ``plot()`` and
+``to_csv(path)``.
 """
 
 from hbnode.diagnostics import plot

@@ -1,6 +1,6 @@
-"""Shared parts of the diagnostics: a base class of results, trajectories of a block, and helpers for figures.
+"""Shared code of the diagnostics: a base class of results, trajectories of a block, and helpers for figures.
 
-Only functions that draw import matplotlib, which is optional.
+matplotlib is optional. Only functions that draw import it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class Result:
-    """A base class of results: dataclasses whose attributes are columns, with an export to CSV."""
+    """The base class of results of diagnostics: dataclasses whose attributes are the columns of a table."""
 
     def columns(self) -> dict[str, Sequence[Any]]:
         """Return a mapping from names to columns of equal length; attributes that are None are omitted."""
         return {name: column for name, column in vars(self).items() if column is not None}
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the columns to the CSV file ``path``, atomically: an interrupted call does not change ``path``."""
+        """Write the columns to a CSV file. If the call is interrupted, an existing file at ``path`` does not change."""
         path = Path(path)
         columns = self.columns()
         partial = path.with_name(path.name + ".partial")
@@ -68,7 +68,7 @@ def check_block(block: nn.Module, caller: str) -> ODEBlock:
 
 
 def as_input(block: nn.Module, x: object) -> Tensor:
-    """Return x without its graph. An array or a list becomes a tensor of the dtype and device of the block."""
+    """Return x, detached. An array or a list is converted to a tensor with the dtype and device of the block."""
     if x is None:
         raise TypeError(f"{type(block).__name__} needs an input x, got None. Fix: pass x after the block.")
     if isinstance(x, Tensor):
@@ -78,7 +78,10 @@ def as_input(block: nn.Module, x: object) -> Tensor:
 
 
 def dtype_and_device(field: object) -> tuple[torch.dtype, torch.device | None]:
-    """Return dtype and device of the parameters of f or of the field; without any, the default dtype and None."""
+    """Return the dtype and device of the parameters of ``field.func``, or of the field if func has none.
+
+    Without parameters, return the default dtype and None.
+    """
     for module in (getattr(field, "func", None), field):
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
             if parameter.is_floating_point():
@@ -87,9 +90,10 @@ def dtype_and_device(field: object) -> tuple[torch.dtype, torch.device | None]:
 
 
 def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 200) -> tuple[Tensor, Settings]:
-    """Return the output times of a diagnostic, and the settings of the solve.
+    """Return the output times (T,) at which a diagnostic solves a block, and the settings of this solve.
 
-    If ``t`` is None, the times are the ends of fixed steps, or else ``points`` equally spaced times of ``t_span``.
+    If ``t`` is None, the times are the ends of all steps for a block with fixed steps, and ``points`` equally spaced
+    times of ``t_span`` for other blocks.
     """
     settings = block.settings()
     if t is not None:
@@ -98,18 +102,18 @@ def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 
             shape = tuple(times.shape)
             raise ValueError(f"t must hold two or more times (T,), got shape {shape}. Fix: [0.0, 0.5, 1.0].")
         return times, settings
-    if settings.steps is not None:  # one step between each two of n + 1 outputs
+    if settings.steps is not None:  # n + 1 output times with one step between them
         points = settings.steps + 1
         settings = dataclasses.replace(settings, steps=1)
     return torch.linspace(*block.t_span, points, dtype=torch.float64), settings
 
 
 def states(block: ODEBlock, x: object, t: Tensor | Sequence[float] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Solve a block from x, and return times (T,) and the state, (h,) or (h, m), with tensors (T, batch, ...)."""
+    """Solve a block with the input x. Return the times (T,) and the states h, or h and m, (T, batch, ...) each."""
     times, settings = schedule(block, t)
     with torch.no_grad(), evaluation_mode(block):
         start = block.start(as_input(block, x))
-        trajectory = solve(block.field, start, times, settings, NFE())  # leaves block.nfe unchanged
+        trajectory = solve(block.field, start, times, settings, NFE())  # block.nfe does not change
     return times, parts(trajectory)
 
 
@@ -126,7 +130,10 @@ def axes(ax: Axes | None) -> Axes:
 
 
 def style(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return line properties: ``given``, with aliases such as ``lw`` resolved, completed by ``defaults``."""
+    """Return the properties of a line: those in ``given``, and those in ``defaults`` that are not given.
+
+    Aliases in ``given``, such as ``lw``, are replaced by full names.
+    """
     from matplotlib.cbook import normalize_kwargs
     from matplotlib.lines import Line2D
 
@@ -134,7 +141,10 @@ def style(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def legend(ax: Axes, handles: Sequence[Line2D] | None = None) -> None:
-    """Draw a legend next to the axes. Without a layout engine, draw it above twin axes and inside of other axes."""
+    """Draw a legend to the right of the axes if the figure has a layout engine, which makes room for it.
+
+    Otherwise draw the legend above axes that have a twin, and inside of other axes.
+    """
     from matplotlib.transforms import ScaledTranslation
 
     found = list(handles) if handles is not None else ax.get_legend_handles_labels()[0]
@@ -162,7 +172,7 @@ def ticks_of_short_axis(axis: Axis) -> None:
 
 
 def twin_axes(ax: Axes) -> Axes | None:
-    """Return the twin of the axes, made by ``ax.twinx()``, or None if there is none."""
+    """Return the second axes that ``ax.twinx()`` created at the same place; None if there are none."""
     shared = ax.get_shared_x_axes().get_siblings(ax)
     return next((a for a in shared if a is not ax and a.get_position().bounds == ax.get_position().bounds), None)
 

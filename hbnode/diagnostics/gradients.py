@@ -37,9 +37,9 @@ class AdjointNorms(Result):
     Attributes:
         t: times, ending with T.
         h: :math:`\|\partial L / \partial h(t)\|_2` over all elements of the batch.
-        m: :math:`\|\partial L / \partial m(t)\|_2`, with the momentum or velocity m; None for a first-order field. It
-            is 0 at T, because L depends on h(T) only.
-        total: :math:`\|[\partial L / \partial h(t), \partial L / \partial m(t)]\|_2`, the norm of both together.
+        m: :math:`\|\partial L / \partial m(t)\|_2`, with the momentum or velocity m; None for a first-order field. The
+            norm is 0 at T, because L depends on h(T) only.
+        total: :math:`\|[\partial L / \partial h(t), \partial L / \partial m(t)]\|_2`, the norm with respect to (h, m).
     """
 
     t: list[float]
@@ -83,8 +83,8 @@ def adjoint_norms(
     r"""Compute the norm of the adjoint state :math:`a(t) = \partial L / \partial h(t)` of a block over time.
 
     The function solves the block from each time to the next, and differentiates the loss with respect to the state at
-    each time. The result is the gradient of the discrete solution, for the method and tolerances of the block. Each
-    interval is solved twice, so that only the graph of one interval is stored at a time.
+    each time. The result is the exact gradient of the numerical solution with the method and tolerances of the block.
+    Each interval is solved twice, so that only the graph of one interval is stored at a time.
 
     For an HBNODE with damping γ, the adjoint a of m solves :math:`a'' - \gamma a' = a\, \partial f/\partial h`
     backward in time. Wang et al. find that its gradients vanish more slowly than those of a NODE.
@@ -100,9 +100,9 @@ def adjoint_norms(
     Arguments:
         block: an :class:`hbnode.ODEBlock`.
         x: input batch (batch, ...), which defines the state at ``t[0]``.
-        t: times (T,) of the norms; the solve ends at the last one. None is 50 equally spaced times of ``t_span``, or
-            the ends of the steps of a block with fixed steps. Default: None.
-        loss: function of h(T) that returns the scalar L; None is the mean of squares. Default: None.
+        t: times (T,) of the norms; the solve ends at the last time. None takes the ends of all steps for a block with
+            fixed steps, and 50 equally spaced times of ``t_span`` for other blocks. Default: None.
+        loss: function of h(T) that returns the scalar L; None is the mean of the squared elements. Default: None.
 
     Returns:
         The norms, with ``.plot()`` and ``.to_csv(path)``.
@@ -135,7 +135,7 @@ def adjoint_norms(
                 raise ValueError(f"loss must return a scalar tensor, got {kind}. Fix: end it with .mean() or .sum().")
             grads = torch.autograd.grad(value.reshape(()), last, allow_unused=True, materialize_grads=True)
             found = [grads]
-            for state, interval in zip(states[-2::-1], intervals[::-1], strict=True):  # the graph of one at a time
+            for state, interval in zip(states[-2::-1], intervals[::-1], strict=True):  # stores one graph at a time
                 start = [part.requires_grad_() for part in parts(state)]
                 end = parts(last_of(solve(block.field, state, interval, settings, NFE())))
                 grads = torch.autograd.grad(end, start, grads, allow_unused=True, materialize_grads=True)

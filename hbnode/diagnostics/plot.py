@@ -56,16 +56,16 @@ def trajectories(
 ) -> Axes:
     """Draw h over time: ``trajectories(block, x)`` or ``trajectories(h, t)``.
 
-    Each feature has a colour if there are several. For a single feature, each sample has a colour.
+    With several features each feature has a colour. With a single feature each sample has a colour.
 
     Arguments:
-        data: a block, or a trajectory h of shape (T, batch, ...), (T, batch) or (T,), such as ``block(x, t)``. Of a
+        data: a block, or a trajectory h of shape (T, batch, ...), (T, batch) or (T,), such as ``block(x, t)``. For a
             pair (h, m), h is drawn.
         x: for a block, its input (batch, ...). For a trajectory, its times (T,), as an alternative to ``t``. Default:
             None.
-        t: times (T,). For a block, None is 200 equally spaced times of ``t_span``, or the ends of fixed steps. For a
-            trajectory, None is the index of the output. Default: None.
-        features: features of h, flattened, to draw: an index, a list of indices, a slice, or a boolean mask. None is
+        t: times (T,). For a block, None takes the ends of all steps if they are fixed, otherwise 200 equally spaced
+            times of ``t_span``. For a trajectory, None takes the indices 0, ..., T - 1. Default: None.
+        features: flattened features of h to draw: an index, a list of indices, a slice, or a boolean mask. None is
             all features. Default: None.
         samples: samples to draw, in the same forms as ``features``. None is all samples. Default: None.
         ax: matplotlib axes; None creates a figure. Default: None.
@@ -129,8 +129,8 @@ def phase_portrait(
         data: a block, a trajectory h (T, batch, ...), or a pair ``(h, m)`` such as ``block.trajectory(x, t)``.
         x: for a block, its input (batch, ...). For a trajectory h, its momentum m, or None. Default: None.
         t: times (T,) of a block, as for :func:`trajectories`. Default: None.
-        features: with m, the features of h to draw, each against its momentum; None is all features. Without m, the
-            two features of h to draw against each other; None is (0, 1). Default: None.
+        features: with a momentum, the features to draw, each against its momentum; None is all features. Without a
+            momentum, the two features of h to draw against each other; None is (0, 1). Default: None.
         samples: samples to draw, as for :func:`trajectories`; None is all samples. Default: None.
         ax: matplotlib axes; None creates a figure. Default: None.
         kwargs: passed to ``Axes.plot`` for the paths.
@@ -185,14 +185,14 @@ def vector_field(
     Arguments:
         field: a field, a block, or a callable ``(t, state)``.
         t: time at which the field is evaluated. Default: 0.0.
-        at: state of one sample, h or (h, m), which has the values of the features outside the plane. None is a zero
-            state with the features of f's first linear layer, else of one feature for second-order fields and of two
-            for first-order fields. A tensor keeps its
-            dtype; a list or an array is converted to the dtype of the field's parameters. Default: None.
-        features: the features (i, j) of h that span the plane. For second-order fields, the first of them, or a single
-            index i, gives the plane (h_i, m_i). Default: (0, 1).
-        xlim: range of the first axis. None is the present range of ``ax``, or (-2, 2) for empty axes. Default: None.
-        ylim: range of the second axis. None is the same as for ``xlim``. Default: None.
+        at: state of one sample, h or (h, m), which gives the values of the features outside the plane. None is a zero
+            state. Its number of features is the input size of the first linear layer of f; without such a layer it is
+            one for second-order fields and two for first-order fields. A tensor keeps its dtype; a list or an array is
+            converted to the dtype of the field's parameters. Default: None.
+        features: the features (i, j) of h that span the plane. For second-order fields the plane is (h_i, m_i), and a
+            single index i is allowed. Default: (0, 1).
+        xlim: range of the first axis. None is the current range of ``ax``, or (-2, 2) for empty axes. Default: None.
+        ylim: range of the second axis. None is as for ``xlim``. Default: None.
         points: number of arrows per axis. Default: 20.
         ax: matplotlib axes; None creates a figure. Default: None.
         kwargs: passed to ``Axes.quiver``.
@@ -201,7 +201,7 @@ def vector_field(
         The axes.
 
     Raises:
-        ValueError: if ``features`` are not two features of h, or the field does not take the state at ``at``.
+        ValueError: if ``features`` are not two features of h, or the field cannot be evaluated at the state ``at``.
 
     Example:
         >>> import torch, hbnode
@@ -260,7 +260,7 @@ def steps(
     Arguments:
         data: a block, or a record of :func:`hbnode.diagnostics.record_steps`.
         x: input (batch, ...) of a block. Default: None.
-        t: output times (T,) of a block; None is the two ends of ``t_span``. Default: None.
+        t: output times (T,) of a block; None is the start and the end of ``t_span``. Default: None.
         ax: matplotlib axes; None creates a figure. Default: None.
         kwargs: passed to ``Axes.plot`` for all markers.
 
@@ -313,7 +313,7 @@ def tolerance_curve(
         The axes on the left.
 
     Raises:
-        TypeError: if ``data`` holds anything else than curves of :func:`hbnode.diagnostics.nfe_vs_tolerance`.
+        TypeError: if ``data`` has values that are not results of :func:`hbnode.diagnostics.nfe_vs_tolerance`.
 
     Example:
         >>> import torch, hbnode
@@ -364,10 +364,17 @@ def spectrum(
 def _planes(
     path: tuple[Values, ...], features: Index, samples: Index, second: str
 ) -> tuple[tuple[str, str], list[str | None], list[tuple[Tensor, Tensor]]]:
-    """Return the data of a phase portrait.
+    """Return what a phase portrait draws. It draws one pair of coordinates in each colour.
+
+    Arguments:
+        path: the trajectory as a tuple (h,) or (h, m), with tensors (T, batch, ...).
+        features: the features to draw.
+        samples: the samples to draw.
+        second: the letter for m in the name of the second axis, "m" or "v".
 
     Returns:
-        The names of both axes; the label of each colour, or None; and the two coordinates (T, batch) of each colour.
+        The names of the two axes; a list with the label of each colour, or None; a list with the pair of coordinates of
+        each colour, (T, batch) each.
     """
     if len(path) > 2:
         raise ValueError(f"phase_portrait expected h or a pair (h, m), got {len(path)} tensors. Fix: (h, m).")
@@ -391,7 +398,10 @@ def _planes(
 
 
 def _label(given: object, name: str | None, *, is_first: bool) -> str:
-    """Join the caller's label and a feature's name. Without a name, only the first colour has the caller's label."""
+    """Return the legend entry of a line: the user's label ``given``, a comma, and the feature's name.
+
+    If features have no names, only the first line gets the user's label, so that the legend shows it once.
+    """
     both = [str(part) for part in (given if is_first or name else None, name) if part is not None]
     return ", ".join(both) or "_nolegend_"
 
@@ -401,7 +411,10 @@ def _velocity_letter(field: object) -> str:
 
 
 def _base_state(field: Callable[[Tensor, Any], State], at: Values | None) -> tuple[Tensor, ...]:
-    """Return the state ``at`` of :func:`vector_field`, (h,) or (h, m), on the device of the field."""
+    """Convert the argument ``at`` of :func:`vector_field` to a tuple (h,) or (h, m) on the device of the field.
+
+    If ``at`` is None, the state is zero, with the number of features that the first linear layer takes.
+    """
     dtype, device = dtype_and_device(field)
     is_pair = isinstance(field, (HBNODE, GHBNODE, SONODE))
     layers = field.modules() if at is None and isinstance(field, (NODE, HBNODE, GHBNODE)) else ()
@@ -413,7 +426,10 @@ def _base_state(field: Callable[[Tensor, Any], State], at: Values | None) -> tup
 
 
 def _select(h: Tensor, features: Index, samples: Index) -> tuple[Tensor, list[int]]:
-    """Return the selected part of a trajectory, (T, samples, features), and the indices of its features."""
+    """Return part of a trajectory h (T, batch, ...), with features flattened: (T, selected samples, selected features).
+
+    The second result is the list of the indices of the selected features.
+    """
     h = h.reshape(*h.shape, *[1] * (3 - h.dim())).flatten(2)
     numbered = _indices(features, h.shape[2], "features")
     h = h[:, _indices(samples, h.shape[1], "samples")][:, :, numbered]

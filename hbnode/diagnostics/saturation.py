@@ -1,4 +1,4 @@
-"""Layers whose outputs are close to the bounds of tanh or sigmoid, where gradients vanish."""
+"""A diagnostic that finds layers whose outputs are close to the bounds of tanh or sigmoid, where gradients vanish."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ LAYERS = (*SIGMOIDS, nn.Tanh, nn.Hardtanh, nn.Softsign, *RECURRENT)
 
 
 def saturation(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, float]:
-    """Return the share of saturated values of each bounded layer in ``module(*args, **kwargs)``, the largest first.
+    """Return the share of saturated outputs of each bounded layer in ``module(*args, **kwargs)``, the largest first.
 
-    The layers are modules of torch for tanh, sigmoid, softsign and their piecewise linear forms, and recurrent layers
-    and cells of torch and hbnode. A value y of their outputs, or of the hidden states h of recurrent layers, is
-    saturated within 0.01 of a bound: if abs(y) > 0.99, or for a sigmoid if y < 0.01 or y > 0.99. Functions such as
-    ``torch.tanh`` are not seen.
+    Bounded layers are torch's modules for tanh, sigmoid, softsign and their piecewise linear forms, and recurrent
+    layers and cells of torch and hbnode. The outputs of a recurrent layer are its hidden states h. An output y is
+    saturated if it is within 0.01 of a bound: y < -0.99 or y > 0.99, or for a sigmoid y < 0.01 or y > 0.99. Functions
+    such as ``torch.tanh`` are not included, because only modules are observed.
 
     The gradient of a saturated value is small. Inputs that are not standardised saturate layers, and so do learning
     rates that are too large. The module is called once, in evaluation mode and without gradients.
 
     Returns:
-        A dict from the names of layers to shares from 0 to 1. The name is that in ``module.named_modules()``, or the
-        name of the class for ``module`` itself.
+        A dict from the names of layers in ``module.named_modules()`` to shares from 0 to 1. The name of ``module``
+        itself is the name of its class.
 
     Raises:
-        TypeError: if ``module`` is no module.
+        TypeError: if ``module`` is not a module.
 
     Example:
         >>> import torch, hbnode
@@ -55,8 +55,8 @@ def saturation(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, float]
         is_bounded = isinstance(layer, LAYERS) and not isinstance(layer, nn.ReLU6)
         if layer in names and is_bounded and getattr(layer, "nonlinearity", "tanh") == "tanh":
             y = output if isinstance(output, Tensor) else output[0]
-            y = getattr(y, "data", y).detach()  # of a PackedSequence
-            low, high = getattr(layer, "min_val", -1), getattr(layer, "max_val", 1)  # of Hardtanh
+            y = getattr(y, "data", y).detach()  # a PackedSequence has a tensor data
+            low, high = getattr(layer, "min_val", -1), getattr(layer, "max_val", 1)  # Hardtanh has other bounds
             is_far = (y < (0 if isinstance(layer, SIGMOIDS) else low) + MARGIN) | (y > high - MARGIN)
             seen.setdefault(names[layer], []).append(is_far.flatten())
 

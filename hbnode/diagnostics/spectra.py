@@ -17,8 +17,8 @@ from hbnode.fields import GHBNODE, HBNODE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NODES = 8  # quadrature nodes of the mean over the time span
-MOST_ENTRIES = 2**25  # of the Jacobians of all samples, 256 MiB
+NODES = 8  # number of Gauss-Legendre nodes for the mean of the Jacobian over the time span
+MOST_ENTRIES = 2**25  # maximum number of entries in the Jacobians of all samples, which then take 256 MiB
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class Spectrum(Result):
         if damping := self.damping:
             product = self.pairs.prod(-1).reshape(-1)
             gammas = torch.linspace(0.0, damping, 101, dtype=torch.float64)[:, None]
-            root = (gammas**2 / 4 - product).sqrt()  # λ² + γλ + product = 0
+            root = (gammas**2 / 4 - product).sqrt()  # a pair solves λ² + γλ + product = 0
             paths = torch.cat([-gammas / 2 + root, -gammas / 2 - root], dim=1)
             ax.plot(paths.real, paths.imag, color="0.7", linewidth=0.8, zorder=1)
             without = {**points, "color": "0.5", "markerfacecolor": "none", "zorder": 1.5, "label": "without damping"}
@@ -112,8 +112,8 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
     Arguments:
         block: an :class:`hbnode.ODEBlock`.
         x: input batch (batch, d, ...).
-        t: time at which the Jacobian is evaluated, on the solution from x at the start of ``t_span``. None is the mean
-            over ``t_span``, by Gauss-Legendre quadrature with 8 nodes. Default: None.
+        t: time at which the Jacobian is evaluated, on the solution that starts with x at the start of ``t_span``. None
+            takes the mean over ``t_span``, by Gauss-Legendre quadrature with 8 nodes. Default: None.
 
     Returns:
         The eigenvalues, with ``.plot()`` and ``.to_csv(path)``.
@@ -133,7 +133,7 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
     block = check_block(block, "spectrum")
     first, last = block.t_span
     if t is None:
-        nodes, weights = np.polynomial.legendre.leggauss(NODES) / np.array([[1], [2]])  # on (-1, 1), of a mean
+        nodes, weights = np.polynomial.legendre.leggauss(NODES) / np.array([[1], [2]])  # weights sum to 1
         times, path = states(block, x, [first, *(first + (last - first) * (nodes + 1) / 2), last])
         chosen = range(1, len(times) - 1)
     else:
@@ -160,16 +160,16 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
 
 
 def jacobian(field: nn.Module, t: Tensor, state: tuple[Tensor, ...]) -> Tensor:
-    """Return the Jacobian of the field with respect to the state, (batch, n, n), in float64 on the CPU."""
+    """Return the Jacobian of the field with respect to the state at time t, (batch, n, n), in float64 on the CPU."""
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [part.detach().clone().requires_grad_() for part in state]
         value: State = field(t.clone().to(leaves[0]), leaves[0] if len(leaves) == 1 else tuple(leaves))
         flat = torch.cat([part.unsqueeze(-1).flatten(1) for part in parts(value)], dim=1)
         rows = []
-        for summed in flat.sum(0):  # over samples, which are independent
+        for summed in flat.sum(0):  # the gradient of a sum over samples holds the gradient of each sample
             if summed.requires_grad:
                 found = torch.autograd.grad(summed, leaves, retain_graph=True, materialize_grads=True)
-            else:  # this component is constant
+            else:  # this component of the field is constant
                 found = tuple(torch.zeros_like(leaf) for leaf in leaves)
             rows.append(torch.cat([g.unsqueeze(-1).flatten(1) for g in found], dim=1))
     return torch.stack(rows, dim=1).to("cpu", torch.float64)

@@ -21,8 +21,8 @@ from hbnode.solve.methods import ALL_METHODS, Rosenbrock
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_BYTES, STATES_PER_STEP = 2**29, 4  # of the states that the reference stores
-LOWEST_SINGLE = 1e-6  # the tightest tolerance of a reference in float32
+MOST_BYTES, STATES_PER_STEP = 2**29, 4  # maximum bytes for the states of the reference; states stored per step
+LOWEST_SINGLE = 1e-6  # smallest tolerance of a reference that is solved in float32
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class NFEToleranceCurve(Result):
         backward: numbers of function evaluations in the backward pass.
         error: root mean square difference of the output from the reference output.
         gradient_error: norm of the difference of the gradient from the reference gradient, divided by the norm of the
-            reference gradient. The gradient is that of all parameters and the input.
-        reference: the tolerance and the errors of the reference.
+            reference gradient. The gradient is with respect to all parameters and the input.
+        reference: the tolerance and the estimated errors of the reference.
     """
 
     tolerance: list[float]
@@ -53,7 +53,7 @@ class NFEToleranceCurve(Result):
     def plot(self, ax: Axes | None = None, **kwargs: Any) -> Axes:
         """Draw function evaluations (left axis) and errors (right axis) against the tolerance.
 
-        If the reference has a remark, a horizontal line shows its gradient error, below which errors mean nothing.
+        If the reference has a remark, a horizontal line shows its gradient error; smaller errors are meaningless.
         :func:`hbnode.diagnostics.plot.tolerance_curve` draws several curves into the same axes.
 
         Arguments:
@@ -68,14 +68,15 @@ class NFEToleranceCurve(Result):
 
 @dataclass(frozen=True)
 class Reference:
-    """The solve with which :func:`nfe_vs_tolerance` compares the others.
+    """The accurate solve with which :func:`nfe_vs_tolerance` compares other solves.
 
     Attributes:
         tolerance: rtol = atol of the reference.
-        error: root mean square difference of its output from that of a solve at ten times its tolerance, an estimate
-            of its own error; NaN if no such solve was possible.
-        gradient_error: the same for the gradient, divided by the norm of the gradient.
-        remark: what limits the reference, or an empty string.
+        error: estimated error of the reference output: the root mean square difference from the output of a solve with
+            ten times the tolerance; NaN if this solve failed.
+        gradient_error: estimated error of the reference gradient: the norm of the difference from the gradient of the
+            same solve, divided by the norm of the gradient.
+        remark: why the reference is less accurate than requested; empty if it is not.
     """
 
     tolerance: float
@@ -96,25 +97,25 @@ def nfe_vs_tolerance(
 ) -> NFEToleranceCurve:
     r"""Measure function evaluations, error and gradient error of a model for several tolerances.
 
-    The reference is a float64 copy of the model, solved at a tight tolerance by the default method, or by ``"rodas5p"``
-    if the block uses it. ``gradient="checkpoint"`` gives its exact gradient in bounded memory. If f has kinks (ReLU), a
-    tight tolerance takes very many steps. A reference beyond ``max_nfe`` evaluations, or of more than 32 steps and
-    512 MiB of states, is solved again at ten times the tolerance, and ``curve.reference.remark`` says so. The errors of
-    the reference are estimated by a second solve at ten times its tolerance.
+    The reference is a float64 copy of the model, solved with a tight tolerance by the default method, or by
+    ``"rodas5p"`` if the block uses it. Its gradient is exact (``gradient="checkpoint"``). If f has kinks (ReLU), a
+    tight tolerance needs very many steps. If the reference exceeds ``max_nfe`` evaluations, or 32 steps and 512 MiB of
+    states, it is solved again with ten times the tolerance, and ``curve.reference.remark`` reports this. The errors of
+    the reference are estimated by a second solve with ten times its tolerance.
 
-    The model does not change; its copies run in evaluation mode. With ``gradient="adjoint"``, the evaluations of the
-    backward pass depend on the scale of the loss, because atol is absolute.
+    The model does not change; its copies run in evaluation mode. With ``gradient="adjoint"``, the number of evaluations
+    in the backward pass depends on the scale of the loss, because atol is absolute.
 
     Arguments:
         block: an :class:`hbnode.ODEBlock`, or a module that contains blocks, with their gradient methods.
         x: input batch (batch, ...); integers for a model that starts with an embedding.
         tolerances: iterable of values for rtol = atol.
-        loss: function of the output that returns a scalar; None is the mean of squares. Default: None.
-        reference_tolerance: rtol = atol of the reference. Default: None, a hundredth of the smallest tolerance, but at
-            least 1e-13.
-        max_nfe: largest number of function evaluations of each block in the forward pass of the reference. It is raised
-            to four times those at the tolerances. Default: 4000.
-        progress: whether a progress bar is shown; None shows it on a terminal. Default: None.
+        loss: function of the output that returns a scalar; None is the mean of the squared elements. Default: None.
+        reference_tolerance: rtol = atol of the reference. None is a hundredth of the smallest tolerance, but at least
+            1e-13. Default: None.
+        max_nfe: maximum number of function evaluations of each block in the forward pass of the reference. It is
+            increased to four times the evaluations of the other solves if they need more. Default: 4000.
+        progress: whether to show a progress bar; None shows it on a terminal. Default: None.
 
     Returns:
         The curve, with ``.plot()`` and ``.to_csv(path)``.
@@ -122,8 +123,7 @@ def nfe_vs_tolerance(
     Raises:
         ValueError: if the model contains no block, ``tolerances`` is empty, or a tolerance is at most
             ``reference_tolerance``.
-        SolverError: if a solve fails, or the reference does not stay below its limits at ten times the largest
-            tolerance.
+        SolverError: if a solve fails, or the reference exceeds its limits even with ten times the largest tolerance.
 
     Example:
         >>> import torch, hbnode
@@ -160,7 +160,10 @@ def nfe_vs_tolerance(
 
 @dataclass(frozen=True)
 class _Solved:
-    """The output and the gradients of input and parameters, one vector, in float64, and the function evaluations."""
+    """The result of one forward and backward pass: the output, the gradient, and the number of function evaluations.
+
+    The gradients of the input and of all parameters are joined to one vector. Tensors are converted to float64.
+    """
 
     output: Tensor
     gradient: Tensor
@@ -174,13 +177,13 @@ class _Solved:
 def _reference(
     block: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], wanted: float, loosest: float, max_nfe: int
 ) -> tuple[Reference, _Solved]:
-    """Return the tightest solve within the limits, from the tolerance ``wanted`` on, and what is known about it."""
+    """Call :func:`_tightest` with a float64 copy of the block; if this is impossible, with the block itself."""
     model = copy.deepcopy(block).double()
     try:
         return _tightest(model, x.double() if x.is_floating_point() else x, loss, wanted, loosest, max_nfe)
     except SolverError:
         raise
-    except RuntimeError as error:  # func closes over tensors, which .double() does not reach
+    except RuntimeError as error:  # func closes over tensors that .double() does not convert
         reference, exact = _tightest(block, x, loss, max(wanted, LOWEST_SINGLE), loosest, max_nfe)
         return replace(reference, remark=f"it is not in float64, because {error}. {reference.remark}".strip()), exact
 
@@ -188,11 +191,27 @@ def _reference(
 def _tightest(
     block: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], wanted: float, loosest: float, max_nfe: int
 ) -> tuple[Reference, _Solved]:
+    """Solve a model with the smallest tolerance that respects the limits on evaluations and memory.
+
+    The first solve has the tolerance ``wanted``. After each failure the tolerance is ten times as large. A further
+    solve, with ten times the final tolerance, serves to estimate the errors.
+
+    Arguments:
+        block: the model.
+        x: the input of the model.
+        loss: function of the output.
+        wanted: the first tolerance.
+        loosest: the largest tolerance at which the user compares solves. Failures above it are raised.
+        max_nfe: maximum number of function evaluations in the forward pass.
+
+    Returns:
+        The reached tolerance with the estimated errors, and the result of the solve.
+    """
     found: list[tuple[float, _Solved]] = []
     tolerance, limit = wanted, None
     while len(found) < 2 and (tolerance <= loosest or not found):
         model = copy.deepcopy(block).eval()
-        steps = 12 if found else 16  # so that the two solves differ where the tolerance does not limit their steps
+        steps = 12 if found else 16  # so that steps of both solves differ even if the tolerance does not limit them
         for each in _blocks(model):
             _tighten(each, tolerance, max_nfe, steps)
         try:
@@ -210,7 +229,10 @@ def _tightest(
 
 
 def _tighten(block: ODEBlock, tolerance: float, max_nfe: int, steps: int) -> None:
-    """Give a block the solver of the reference, ``steps`` or more steps, and limits of its cost."""
+    """Change a block so that it computes a reference solution.
+
+    It takes ``steps`` steps or more, and raises an error if it exceeds ``max_nfe`` evaluations or ``MOST_BYTES``.
+    """
     block.rtol = block.atol = tolerance
     block.method = block.method if block.method and isinstance(ALL_METHODS[block.method], Rosenbrock) else None
     block.gradient, block.save, block.max_steps = "checkpoint", "exact", 10**6
@@ -223,7 +245,7 @@ def _tighten(block: ODEBlock, tolerance: float, max_nfe: int, steps: int) -> Non
         times = torch.as_tensor(block.t_span if t is None else t)
         step_bytes = STATES_PER_STEP * sum(part.numel() * part.element_size() for part in parts(state))
         block.options = {
-            "max_nfe": min(max_nfe, 6 * max(MOST_BYTES // max(step_bytes, 1), 32)),  # a step takes 6 or more
+            "max_nfe": min(max_nfe, 6 * max(MOST_BYTES // max(step_bytes, 1), 32)),  # 6 or more per step
             "max_step": float(times.max() - times.min()) / steps or 1.0,
         }
         return solve(field, state, t, *rest, **end)
@@ -246,7 +268,7 @@ def _solve(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> _So
     return _Solved(output.detach().double(), gradient.double(), nfe)
 
 
-STYLES: dict[str, tuple[str, dict[str, Any]]] = {  # left axis, then right axis
+STYLES: dict[str, tuple[str, dict[str, Any]]] = {  # the first two use the left axis, the others the right axis
     "forward": ("forward NFE", {"marker": "o", "linestyle": "-"}),
     "backward": ("backward NFE", {"marker": "s", "linestyle": "-", "markerfacecolor": "none"}),
     "error": ("error", {"marker": "o", "linestyle": ":"}),
@@ -255,7 +277,10 @@ STYLES: dict[str, tuple[str, dict[str, Any]]] = {  # left axis, then right axis
 
 
 def draw_curves(curves: Mapping[str, NFEToleranceCurve], ax: Axes | None, **kwargs: Any) -> Axes:
-    """Draw named curves. Several curves have a colour each; for a single curve, colours distinguish the passes."""
+    """Draw one or several named curves into the axes.
+
+    Several curves have different colours. A single curve has one colour for the forward and one for the backward pass.
+    """
     from matplotlib.lines import Line2D
 
     ax = axes(ax)
@@ -265,7 +290,7 @@ def draw_curves(curves: Mapping[str, NFEToleranceCurve], ax: Axes | None, **kwar
     for index, (name, curve) in enumerate(curves.items()):
         for kind, (label, look) in STYLES.items():
             values = getattr(curve, kind)
-            if not any(values):  # no backward evaluations, or no error
+            if not any(values):  # no evaluations in the backward pass, or no errors
                 continue
             color = f"C{index}" if several else "C0" if kind in ("forward", "error") else "C1"
             on = right if "error" in kind else ax

@@ -34,15 +34,15 @@ class LogZ(NamedTuple):
 
 
 class _Paths(NamedTuple):
-    """The state of n paths after some steps; the first dimension of each tensor is n."""
+    """The state of n paths after a step; the first dimension of each tensor is n."""
 
     x: Tensor
     m: Tensor
-    force: Tensor  # at x
+    force: Tensor  # force f_k at x
     log_density: Tensor  # log of the annealed density at x
     kinetic: Tensor  # sum of log N(m'; 0, 1) - log N(m; 0, 1) over the steps
-    steps: Tensor  # number of finite steps
-    is_force: Tensor  # whether the force was the first value that is not finite
+    steps: Tensor  # number of steps with finite values
+    is_force: Tensor  # whether the first value that was not finite was a force
 
 
 class HeavyBallAnnealing(nn.Module):
@@ -71,9 +71,9 @@ class HeavyBallAnnealing(nn.Module):
     derivatives of ``log_prob``.
 
     A path evaluates ``log_prob`` and its gradient ``steps`` times. An infinite damping gives annealed overdamped
-    (unadjusted) Langevin dynamics with step :math:`H^2/2`. There is no temperature, because it only changes units:
-    momenta of variance η with H and γ give the same paths as variance 1 with :math:`\sqrt\eta H` and
-    :math:`\gamma/\sqrt\eta`.
+    (unadjusted) Langevin dynamics with step :math:`H^2/2`. There is no temperature, because it would only rescale
+    H and γ: momenta of variance η with H and γ give the same paths as momenta of variance 1 with
+    :math:`\sqrt\eta H` and :math:`\gamma/\sqrt\eta`.
 
     ``annealing.parameters()``, ``.to(device)`` and ``state_dict`` exclude ``log_prob`` and ``prior``. The samples have
     the dtype and device of the prior.
@@ -84,8 +84,8 @@ class HeavyBallAnnealing(nn.Module):
         and the Perils of Gradient Noise, arXiv:2107.10211.
 
     Arguments:
-        log_prob: function of points (n, d) that returns the log density up to a constant, (n,). autograd must be able
-            to differentiate it. A path whose log density is ``-inf`` at its end has the weight 0.
+        log_prob: function of points (n, d) that returns the log density up to a constant, (n,). It must be
+            differentiable by autograd. A path whose log density is ``-inf`` at its end has the weight 0.
         prior: distribution q on all of R^d, with batch shape () and event shape (d,).
         steps: number of steps K.
         step_size: initial H, a positive number or a tensor (d,). Default: ``0.1``.
@@ -103,7 +103,7 @@ class HeavyBallAnnealing(nn.Module):
     Raises:
         ValueError: if an argument is out of its range, or the prior or ``log_prob`` has a wrong shape.
         NonFiniteError: if a path overflows, its force is not finite, or its log weight is NaN or inf. ``bound`` also
-            raises it for a log weight of -inf, and ``log_z`` if all are -inf.
+            raises it if a log weight is -inf, and ``log_z`` if all log weights are -inf.
 
     Example:
         The integral of exp(-(a² + b²)/8) over the plane (a, b) is 8π.
@@ -156,7 +156,7 @@ class HeavyBallAnnealing(nn.Module):
         for name, flag in (flags | {"checkpoint": checkpoint}).items():
             check_bool(flag, name)
         self.checkpoint = checkpoint
-        # nn.Module would register a module assigned as an attribute, and train it
+        # a normal assignment would register modules, so that their parameters would be trained
         self.__dict__.update(log_prob=log_prob, prior=prior)
         log_step_size = _as_log(step_size, self.dim, "step_size", 0.1)
         log_damping = _as_log(damping, self.dim, "damping", 1.0)
@@ -171,7 +171,7 @@ class HeavyBallAnnealing(nn.Module):
 
     @property
     def steps(self) -> int:
-        """The number of steps K, which is that of the schedule."""
+        """The number of steps K."""
         return len(self.log_increments)
 
     @property
@@ -199,8 +199,8 @@ class HeavyBallAnnealing(nn.Module):
                 torch's generators. Default: None.
 
         Returns:
-            The final points x (n, d) and their log weights (n,). Means over x with the self-normalised weights
-            ``log_weight.softmax(0)`` estimate expectations under the target density.
+            The final points x (n, d) and their log weights (n,). A mean over x with the self-normalised weights
+            ``log_weight.softmax(0)`` estimates an expectation under the target density.
         """
         with torch.no_grad():
             return self.rsample(n, seed=seed)
@@ -216,7 +216,7 @@ class HeavyBallAnnealing(nn.Module):
             The final points x (n, d) and their log weights (n,).
 
         Raises:
-            ValueError: in transforms of torch.func, or if the prior draws on another device.
+            ValueError: in transforms of torch.func, or if the prior's samples are on another device.
         """
         n = as_count(n, "n", least=0)
         if _torch.is_transformed():
@@ -226,7 +226,7 @@ class HeavyBallAnnealing(nn.Module):
                 "and .backward()."
             )
         is_differentiated = torch.is_grad_enabled()
-        # the force is a gradient, which inference mode cannot compute
+        # the force is a gradient, which cannot be computed in inference mode
         device = self.log_step_size.device
         fork = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None)
         with fork, torch.inference_mode(False), torch.set_grad_enabled(is_differentiated):
@@ -294,21 +294,21 @@ class HeavyBallAnnealing(nn.Module):
 
     @override
     def forward(self, n: int, *, seed: int | None = None) -> Tensor:
-        """Return :meth:`bound` of the same arguments; wrappers such as DistributedDataParallel call ``forward``."""
+        """Call :meth:`bound` with the same arguments; wrappers such as DistributedDataParallel call ``forward``."""
         return self.bound(n, seed=seed)
 
     def _run(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the final points (n, d) and log weights (n,) of paths that start at x (n, d)."""
         schedule, step_size = self.schedule.to(x.dtype), self.step_size.to(x.dtype)
         gamma = self.damping.to(x.dtype)
-        # infinity times the gradient of the exponential, 0, would be NaN
+        # for γ = inf, the backward pass would multiply inf by the gradient 0 of the exponential, which is NaN
         decay = torch.where(gamma.isinf(), math.inf, torch.where(gamma.isinf(), 1, gamma) * step_size)
         coefficients = step_size, (-decay).exp(), (-torch.expm1(-2 * decay)).sqrt()
         force, log_q = self._force(x, 0, schedule)
         count = torch.zeros(len(x), dtype=torch.long, device=x.device)
         state = _Paths(x, torch.randn_like(x), force, log_q, torch.zeros_like(log_q), count, count > 0)
         step: Callable[..., _Paths] = self._step
-        # one checkpoint per step: a longer one would recompute all its steps for the force of each
+        # one checkpoint per step: in a checkpoint over several steps, the force of each would recompute all of them
         if self.checkpoint and torch.is_grad_enabled():
             step = functools.partial(recomputed, self._step, use_reentrant=False)
         for k in range(1, self.steps + 1):
@@ -318,11 +318,14 @@ class HeavyBallAnnealing(nn.Module):
         return state.x, log_weight
 
     def _step(self, state: _Paths, k: int, schedule: Tensor, size: Tensor, decay: Tensor, noise: Tensor) -> _Paths:
-        """Refresh the momentum and make leapfrog step k. ``decay`` and ``noise`` are the factors of the refreshment."""
+        """Refresh the momentum and make leapfrog step k.
+
+        ``decay`` and ``noise`` are the factors of the old momentum and of ξ_k in the refreshment.
+        """
         m = decay * state.m + noise * torch.randn_like(state.m)
         x = state.x + size * (m + size / 2 * state.force)
         is_finite = x.isfinite().all(-1)
-        x = torch.where(is_finite[:, None], x, 0)  # distributions reject inf; _check_end counts this path
+        x = torch.where(is_finite[:, None], x, 0)  # distributions raise errors for inf; _check_end counts this path
         force, log_density = self._force(x, k, schedule)
         kick = size / 2 * (state.force + force)
         kinetic = state.kinetic - (kick * (m + kick / 2)).sum(-1)
@@ -352,7 +355,7 @@ class HeavyBallAnnealing(nn.Module):
         try:
             value = self.log_prob(x)
         except ValueError as error:
-            if "within the support" not in str(error):  # message of torch.distributions
+            if "within the support" not in str(error):  # the message of torch.distributions
                 raise
             raise ValueError(
                 "log_prob must be defined on all of R^d, got a point outside of its support. Fix: unbounded "
@@ -390,7 +393,7 @@ class HeavyBallAnnealing(nn.Module):
         return u
 
     def _check_end(self, state: _Paths, log_weight: Tensor) -> None:
-        """Raise NonFiniteError if paths or log weights are not finite. The error counts them and names the cause."""
+        """Raise NonFiniteError if paths or log weights are not finite; the message has their number and the cause."""
         is_lost = (state.steps < self.steps) | log_weight.isnan() | (log_weight == math.inf)
         if not bool(is_lost.any()):
             return
@@ -422,7 +425,7 @@ class HeavyBallAnnealing(nn.Module):
 
 
 def _event_size(prior: object) -> int:
-    """Return the dimension d of the prior, after checking that it is a distribution on R^d."""
+    """Return the dimension d of the prior; raise an error unless it is a distribution on R^d."""
     if not isinstance(prior, Distribution):
         raise TypeError(f"prior must be a torch.distributions object, got {type(prior).__name__}. Fix: {_NORMAL}.")
     batch, event = tuple(prior.batch_shape), tuple(prior.event_shape)
@@ -457,7 +460,7 @@ def _as_log(value: float | Tensor, dim: int, name: str, usual: float) -> Tensor:
 
 
 def _as_log_increments(schedule: Tensor | Sequence[float] | None, steps: int, is_learned: bool) -> Tensor:
-    """Return the logarithms of the increments of a schedule, (steps,), up to a constant."""
+    """Return the logarithms of the increments of a schedule, (steps,), up to an additive constant."""
     if schedule is None:
         return torch.zeros(steps)
     fix = f"Fix: torch.linspace(0, 1, {steps + 1}), or leave it out."

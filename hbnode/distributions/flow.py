@@ -29,9 +29,9 @@ GRADIENTS = ("reversible", "checkpoint", "direct")
 
 
 class _Conditioned(Field):
-    """A base class of second-order fields on h = [position, condition], where the condition is constant.
+    """The base class of second-order fields on h = [position, condition], where the condition is constant in time.
 
-    As a part of the state, the condition has a gradient with every gradient method of :func:`hbnode.odeint`.
+    Because the condition is part of the state, every gradient mode of :func:`hbnode.odeint` computes its gradient.
     """
 
     _parts, _second = 2, "condition"
@@ -90,9 +90,9 @@ class HeavyBallFlow(nn.Module):
     exactly this determinant and are exactly reversible. The density of the computed map is therefore exact for any
     number of steps.
 
-    Data have no momentum. A network defines the posterior :math:`q(m \mid h)`, a normal with independent components.
-    The log-density of h then has the lower bound :math:`E_q[\log p_T(h, m) - \log q(m \mid h)]`. On data, a
-    continuous normalizing flow with the exact trace reaches a better likelihood, at a higher cost per step.
+    Data have no momentum. A network defines the posterior :math:`q(m \mid h)`, a normal distribution with independent
+    components. The log-density of h then has the lower bound :math:`E_q[\log p_T(h, m) - \log q(m \mid h)]`. A
+    continuous normalizing flow with the exact trace reaches a better likelihood of data, at a higher cost per step.
 
     Calling the module, ``flow(h, condition)``, returns :meth:`elbo`.
 
@@ -117,7 +117,7 @@ class HeavyBallFlow(nn.Module):
         activation: σ of a generalized flow, elementwise. Default: None, tanh.
         posterior: q, a module or callable of ``(h)`` or ``(h, condition)`` that returns (..., 2 dim), the means and
             the logarithms of the standard deviations of m. Default: None, an :class:`hbnode.nn.MLP` with two hidden
-            layers of 64, which is initialised to the standard normal.
+            layers of 64 units, which initially returns the standard normal distribution.
         time_dependent: whether ``func`` takes the time. Default: None, which inspects the signature of ``func``.
         method: ``"leapfrog"``, with one evaluation of f per step, or ``"blanes_moan4"``, with six. Default:
             ``"leapfrog"``.
@@ -197,7 +197,7 @@ class HeavyBallFlow(nn.Module):
             for p in posterior.layers[-1].parameters():
                 nn.init.zeros_(p)
         self.posterior_net = posterior
-        self.register_buffer("anchor", torch.zeros(()), persistent=False)  # stores the dtype and device of samples
+        self.register_buffer("anchor", torch.zeros(()), persistent=False)  # its dtype and device are those of samples
 
     def __setattr__(self, name: str, value: Any) -> None:
         reversible = tuple(name for name, method in METHODS.items() if method.is_reversible)
@@ -211,7 +211,7 @@ class HeavyBallFlow(nn.Module):
             value = checked_span(value) if name == "t_span" else as_count(value, name)
         super().__setattr__(name, value)
 
-    if TYPE_CHECKING:  # nn.Module leaves the type of a call open
+    if TYPE_CHECKING:  # __call__ of nn.Module returns Any
 
         @override
         def __call__(self, h: Tensor, condition: Tensor | None = None) -> Tensor: ...
@@ -292,7 +292,7 @@ class HeavyBallFlow(nn.Module):
         """
         q = self.posterior(h, condition)
         m = q.rsample()
-        log_q = q.base_dist.log_prob(m).sum(-1)  # q.log_prob(m) rejects an empty batch
+        log_q = q.base_dist.log_prob(m).sum(-1)  # q.log_prob(m) raises an error for an empty batch
         return self.log_prob(h, m, condition) - log_q
 
     def log_prob_bound(self, h: Tensor, samples: int, condition: Tensor | None = None) -> Tensor:
@@ -300,8 +300,8 @@ class HeavyBallFlow(nn.Module):
 
         .. math:: \log \frac{1}{K} \sum_{k=1}^{K} \frac{p_T(h, m_k)}{q(m_k \mid h)}, \qquad m_k \sim q(m \mid h)
 
-        The expectation is at most :math:`\log p_T(h)` and increases with K towards it. One solve maps K points per h,
-        so memory grows with K. The result has the batch shape of h.
+        The expectation is at most :math:`\log p_T(h)`, and approaches it as K grows. One solve maps K points per h, so
+        memory grows with K. The result has the batch shape of h.
 
         Arguments:
             h: position (..., dim).
@@ -341,7 +341,7 @@ class HeavyBallFlow(nn.Module):
     def rsample_and_log_prob(
         self, n: int | Sequence[int] = (), condition: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw differentiable points (h, m) from the density at T with their exact log-densities, in one solve.
+        """Draw differentiable points (h, m) from the density at T, with their exact log-densities, in one solve.
 
         Arguments:
             n: number or shape of the samples. Default: (), one sample.
@@ -370,13 +370,13 @@ class HeavyBallFlow(nn.Module):
                 f"{tuple(m.shape)}. Fix: m = torch.randn_like(h), for instance."
             )
         state = h.reshape(-1, self.dim), m.reshape(-1, self.dim)
-        if condition is not None:  # as a part of the state it has a gradient in each mode
+        if condition is not None:  # in the state, it gets a gradient in every mode
             rows = condition.reshape(-1, self.condition_dim)
             state = torch.cat([state[0], rows], 1), torch.cat([state[1], torch.zeros_like(rows)], 1)
         start, end = self.t_span if forwards else self.t_span[::-1]
         settings = Settings(method=self.method, gradient=self.gradient, steps=self.steps).checked()
         points = solve(self.field, state, [start, end], settings, NFE(), end=True)
-        # outputs as they are, where possible, because a network that keeps them can then be freed
+        # the outputs are not reshaped if possible: a network that stores reshaped outputs could not be freed
         moved = points if points[0].shape == h.shape else [x[:, : self.dim].reshape(h.shape) for x in points]
         damping = self.field.damping
         total = damping.expand(self.dim).sum() if isinstance(damping, Tensor) else self.dim * damping

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 TRUSTED = ("hbnode.", "sklearn.", "aeon.", "torch.device")  # packages whose classes a file may contain
 FORMAT = 3  # version of the file format
-STEPS = 8  # minimum number of batches in an epoch, unless they would have fewer than four series
+STEPS = 8  # minimum number of batches in an epoch, unless batches would have fewer than four series
 
 
 class SeriesEstimator(BaseEstimator):
-    """The base class of estimators of series, which follow the conventions of scikit-learn."""
+    """The base class of scikit-learn estimators for series: it converts data, trains networks, and saves and loads."""
 
     id: str | None
     time: str | None
@@ -111,10 +111,10 @@ class SeriesEstimator(BaseEstimator):
         return aligned(series, self.features_, self.static_features_)
 
     def _encoded(self, table: Any, reset: bool) -> tuple[Any, list[str]]:
-        """One-hot encode the static columns of categories, and return the table and the names of its static columns.
+        """One-hot encode categorical static columns of a table. Return the table and the names of its static columns.
 
-        The levels of a category are those of the training table. An unknown level is 0 in all columns of its category.
-        A missing level is NaN in all of them, which :meth:`_to_series` replaces by 0.
+        Each level of a category in the training table gives one column. For an unknown level, all columns of the
+        category are 0. For a missing level they are NaN, which :meth:`_to_series` replaces by 0.
         """
         wanted = listed(self.static)
         if reset:
@@ -298,16 +298,16 @@ def listed(names: str | Sequence[str] | None) -> list[str]:
 
 
 def _width(data: Any, series: Series) -> int:
-    """Return the number of features as scikit-learn counts them: columns of a 2-D array, otherwise channels."""
+    """Return the value of ``n_features_in_``: the number of columns of a 2-D array, otherwise of channels."""
     return data.shape[1] if isinstance(data, np.ndarray) and data.ndim == 2 else len(series.features)
 
 
 def _tells(column: NDArray[Any], targets: NDArray[Any]) -> bool:
     """Return whether the values (batch,) of a column reveal the targets (batch,).
 
-    They do if they equal the targets, or if values and targets determine each other. If no value repeats, the values
-    must also increase or decrease with the targets. Five series or fewer may satisfy this by chance, so they must equal
-    the targets.
+    This is the case if the values equal the targets. With more than five series it is also the case if each value
+    belongs to one target, and each target to one value. If no value repeats, the values must also increase or decrease
+    with the targets.
     """
     values, codes = (np.unique(each[~np.isnan(column)], return_inverse=True)[1] for each in (column, targets))
     count = values.max() + 1
@@ -318,7 +318,7 @@ def _tells(column: NDArray[Any], targets: NDArray[Any]) -> bool:
 
 
 def _level_name(entry: Any) -> str:
-    """Return the name of a category. Whole floats are named as integers: missing entries turn integers to floats."""
+    """Return the name of a level of a category: 1.0 becomes "1", because missing entries turn integers to floats."""
     is_whole = isinstance(entry, (float, np.floating)) and float(entry).is_integer()
     return str(int(entry) if is_whole else entry)
 

@@ -31,11 +31,11 @@ TREES: dict[str, Any] = {"max_iter": 100, "learning_rate": 0.05, "max_leaf_nodes
 WIDE = 8  # maximum number of channels for which all candidates are compared, and trees with two losses
 FOLDS, LEAST = 2, 1e-6  # number of folds that measure the errors of trees; smallest standard deviation of a forecast
 FEW_SERIES = 10  # with fewer series, the end of each series is held out instead of whole series
-MEMORY = 1000  # number of last samples from which oscillators and networks forecast
+MEMORY = 1000  # number of last samples of a history that oscillators and networks use
 ALPHAS = np.logspace(-2, 4, 13)  # penalties of the ridge regression
 SCALES = (1.0, 4.0, 16.0)  # time constants of moving averages, in median gaps
 ROUNDING = 1e-12  # rounding error of times, relative to the largest time
-NEAREST_ERRORS, KNOTS = 200, 20  # number of held-out errors near a lead; number of leads with a computed half width
+NEAREST_ERRORS, KNOTS = 200, 20  # minimum number of errors for a half width; number of leads at which it is computed
 
 
 @record
@@ -57,10 +57,11 @@ class Past(Series):
 
 
 def foreseen(past: Series, dt: Tensor, age: Tensor | float = 0.0) -> Tensor:
-    """Return the F covariates at times ``dt`` (n, K) after the last sample, and their changes, (n, K, 2 F).
+    """Return the F covariates of n histories at K times each, and the changes of the covariates, (n, K, 2 F).
 
-    A change is the difference from the covariate at ``age`` (n, 1) before the last sample. Covariates are interpolated
-    linearly between their samples and NaN outside of them.
+    ``dt`` (n, K) are the times after the last sample of the history. A change is the difference from the covariate at
+    the time ``age`` (n, 1) before the last sample. Covariates are interpolated linearly. They are NaN outside of the
+    range of their samples.
     """
     series = getattr(past, "known", None)
     if series is None:
@@ -80,14 +81,14 @@ def foreseen(past: Series, dt: Tensor, age: Tensor | float = 0.0) -> Tensor:
 class Backtest:
     """n test cases of a forecast: the history of a series up to a cut, and K samples after the cut.
 
-    In some histories the last values of some channels are removed, so that last values of all ages occur. Histories are
-    not stored: ``past`` computes all of them, and :meth:`over` computes a block of them at a time.
+    In some histories the last values of some channels are removed. So the age of the last value varies between test
+    cases. Histories are not stored: ``past`` computes all of them, and :meth:`over` computes a block of them at a time.
 
     Attributes:
         series: all series, standardised by the training data.
         row: index of the series of each test case, (n,).
         ends: number of samples before the cut, (n,).
-        lost: number of last samples of the history whose values are removed, for each channel, (n, channels).
+        lost: number of samples at the end of the history whose values are removed, for each channel, (n, channels).
         dt: times of the later samples after the last sample of the history, (n, K); NaN on padding.
         values: values of the later samples, (n, K, channels); NaN if missing.
         sample: index of each later sample among the samples of all series, (n, K); -1 on padding.
@@ -119,7 +120,7 @@ class Backtest:
         return dataclasses.replace(self, **parts)
 
     def over(self, function: Callable[[Series, Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return the tensors that a function of histories and ``dt`` returns, computed in blocks to limit memory."""
+        """Return ``function(self.past, self.dt)``, computed in blocks of test cases to limit the memory."""
         size = max(1, BLOCK // (int(self.ends.max()) * self.values.shape[2]))
         blocks = [self.select(slice(k, k + size)) for k in range(0, len(self), size)]
         return tuple(torch.cat(each) for each in zip(*(function(b.past, b.dt) for b in blocks), strict=True))
@@ -139,15 +140,15 @@ def draw_backtest(
     horizon: float,
     rows: NDArray[Any] | None = None,
 ) -> Backtest:
-    """Return a random backtest.
+    """Return test cases with random cuts of the series, random later samples, and some last values removed.
 
     Arguments:
         series: the series.
         random: random number generator.
         first: share of the samples of a series that lie before the first possible cut.
         cuts: maximum number of cuts of each series.
-        ahead: maximum number of later samples for each cut. They are chosen so that errors are known at all horizons:
-            half of the indices are uniform, half are log-uniform.
+        ahead: maximum number of later samples for each cut. If there are more, half of the chosen indices are uniformly
+            distributed, and half are log-uniformly, so that near and far samples are tested.
         horizon: maximum time after the last sample. The next sample is always allowed.
         rows: indices of the series; None takes all series. Default: ``None``
     """
@@ -195,10 +196,11 @@ def last_samples(series: Series, count: int) -> Series:
 
 
 def lost_ends(lengths: Tensor, channels: int, random: np.random.RandomState) -> Tensor:
-    """Return a random number of last samples whose values are removed from histories, for each channel, (n, channels).
+    """Return how many samples at the end of each history lose their values, for each channel, (n, channels); random.
 
-    In half of the histories nothing is removed. In a quarter each channel is chosen with probability 1/2, and in a
-    quarter all channels are chosen. The numbers are log-uniform and leave at least the first sample.
+    ``lengths`` (n,) are the numbers of samples. Half of the histories lose nothing. In a quarter, each channel loses
+    values with probability 1/2. In the last quarter, all channels lose values. The numbers are log-uniform. At least
+    the first sample keeps its values.
     """
     n = len(lengths)
     is_cut = random.uniform(size=(n, channels)) < random.choice([0.0, 0.0, 0.5, 1.0], (n, 1))
@@ -257,7 +259,10 @@ class Units:
         return torch.where(count > 0, loc, 0.0).unsqueeze(1), scale.unsqueeze(1)
 
     def scaled(self, past: Series) -> Series:
-        """Convert the histories to their units. If units differ, location and log scale become static features."""
+        """Subtract the location from each history and divide by the scale.
+
+        If the units of different series can differ, the location and log scale are added to the static features.
+        """
         loc, scale = self(past)
         if not self.differ:
             return dataclasses.replace(past, x=(past.x - loc) / scale)
@@ -268,9 +273,10 @@ class Units:
 
 
 def _moments(series: Series) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the median, the step (mean √|Δ|)², the deviation from the median, and the number of values by channel.
+    """Return statistics of each series and channel: median, typical step, typical deviation, and number of values.
 
-    Each is a tensor (n, channels). Δ are differences of successive values. The deviation is a mean of the same kind.
+    Each is a tensor (n, channels). The typical step is (mean √|Δ|)² over the differences Δ of successive values. The
+    typical deviation is (mean √|x - median|)² over the values x.
     """
     positions = torch.arange(series.x.shape[1]).view(1, -1, 1)
     filled = series.x.gather(1, torch.where(series.mask, positions, 0).cummax(1).values)
@@ -281,7 +287,7 @@ def _moments(series: Series) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class InUnits:
-    """A wrapper that converts each series to its own :class:`Units` before it calls a model."""
+    """A wrapper that fits and calls a model with series in :class:`Units`, and converts the forecasts back."""
 
     def __init__(self, model: Any, units: Units) -> None:
         self.model, self.units = model, units
@@ -300,10 +306,11 @@ class InUnits:
 
 
 class LastValue:
-    """A model that forecasts the last observed value, with a standard deviation that does not decrease with time.
+    """A model that forecasts the last observed value.
 
-    The standard deviation is 1.48 (mean √|e|)² of errors e. Isotonic regression fits the mean of √|e| as a function of
-    the time since the last value. The factor 1.48 is right for normal errors. Outliers have little influence.
+    The standard deviation is 1.48 (mean √|e|)², where e are the errors in a backtest. Isotonic regression fits the mean
+    of √|e| as a non-decreasing function of the time since the last value. The factor 1.48 makes the result exact for
+    normally distributed errors. Outliers have little influence.
     """
 
     def fit(self, series: Series, backtest: Backtest, seed: int) -> Self:
@@ -328,13 +335,13 @@ class LastValue:
 
 
 class Boosting:
-    """A linear model and boosted trees that predict the change from the last value.
+    """A linear model and boosted trees that predict the difference of a later value from the last value.
 
-    Their inputs are summaries and lagged values of the history, the horizon, covariates and, for dates, the time of the
-    day and of the week.
+    The inputs are summaries and lagged values of the history, the time ahead and covariates. For dates, the time of the
+    day and of the week are further inputs.
 
     Arguments:
-        zone: name of the time zone for the time of the day and of the week. None is UTC. Default: ``None``
+        zone: name of the time zone in which the time of the day is computed. None is UTC. Default: ``None``
     """
 
     def __init__(self, zone: str | None = None) -> None:
@@ -347,7 +354,7 @@ class Boosting:
         self.seasons = [[gap * each for each in found] for gap, found in zip(*gaps_and_seasons(series), strict=True)]
         last, _, *inputs = backtest.over(lambda past, dt: (*last_values(past), *self._inputs(past, dt)))
         places = backtest.row % FOLDS if self.is_panel else torch.arange(len(backtest)) * FOLDS // len(backtest)
-        self.trees, folds = [], places.numpy()  # halves of the series if there are many, else halves of the test cases
+        self.trees, folds = [], places.numpy()  # two folds: of the series if there are many, else of the test cases
         for channel, (each, lags) in enumerate(zip(inputs[::2], inputs[1::2], strict=True)):
             change = (backtest.values[..., channel] - last[:, channel : channel + 1]).numpy()
             known = np.isfinite(change)
@@ -359,11 +366,21 @@ class Boosting:
     def _trees(
         lags: NDArray[Any], inputs: NDArray[Any], change: NDArray[Any], folds: NDArray[Any], is_wide: bool
     ) -> Any:
-        """Return a linear model of the change, trees for its residuals, and trees that predict the absolute error.
+        """Fit the models of one channel to N examples of a change from the last value.
 
-        Errors are measured on folds that were not used to fit the models. The loss of the trees is squared or absolute,
-        chosen by the mean error. With many channels only the squared loss and fewer trees are used. The result is None
-        without values.
+        Errors are measured on folds that were not used to fit the models. The trees minimise the squared or the
+        absolute error, whichever gives the smaller mean error.
+
+        Arguments:
+            lags: inputs of the linear model, (N, inputs).
+            inputs: inputs of the trees, (N, inputs).
+            change: the changes, (N,).
+            folds: fold of each example, (N,).
+            is_wide: whether there are many channels. Then only the squared error and fewer trees are used.
+
+        Returns:
+            A linear model of the change, trees that predict its residuals, and trees that predict the absolute error;
+            None without examples.
         """
         if not len(change):
             return None
@@ -390,7 +407,10 @@ class Boosting:
         return mean, std * math.sqrt(math.pi / 2)
 
     def _history(self, past: Series) -> Tensor:
-        """Return exponential moving averages at the last sample, (n, channels, scales); NaN without a value."""
+        """Return exponential moving averages of each channel with several time constants, at the last sample.
+
+        The shape is (n, channels, time constants). Channels without a value are NaN.
+        """
         end = past.t.amax(1, keepdim=True)
         weight = past.mask.double()
         values = torch.nan_to_num(past.x)
@@ -401,7 +421,10 @@ class Boosting:
         return torch.stack(averages, -1)
 
     def _inputs(self, past: Series, dt: Tensor) -> list[Tensor]:
-        """Return the inputs (n, K, inputs) of the trees and of the linear model, for one channel after another."""
+        """Return a list with two tensors (n, K, inputs) per channel: the inputs of the trees, and of the linear model.
+
+        There are n histories. ``dt`` (n, K) holds K forecast times after the last sample of each.
+        """
         (last, age), history, n = last_values(past), self._history(past), len(past)
         fixed = [last.nan_to_num()]
         if self.is_panel:  # with few series these inputs would exceed the range of the training data
@@ -409,14 +432,14 @@ class Boosting:
         if past.static is not None:
             fixed.append(past.static)
         moving = [dt]
-        if past.unit is not None and past.origin is not None:  # the calendar
+        if past.unit is not None and past.origin is not None:  # add the time of the day and of the week
             dates = past.dates(past.t.amax(1, keepdim=True) + dt)
             if self.zone is not None:
                 import pandas
 
                 local = pandas.DatetimeIndex(dates.reshape(-1), tz="UTC").tz_convert(self.zone).tz_localize(None)
                 dates = local.to_numpy().reshape(dates.shape)
-            seconds = torch.from_numpy((dates - np.datetime64("1970-01-05")) / np.timedelta64(1, "s"))  # from a Monday
+            seconds = torch.from_numpy((dates - np.datetime64("1970-01-05")) / np.timedelta64(1, "s"))  # since a Monday
             for period in (86400.0, 7 * 86400.0):
                 phase = 2 * math.pi * seconds / period
                 moving += [phase.sin(), phase.cos()]
@@ -436,7 +459,7 @@ class Boosting:
 
 
 def _both(lags: NDArray[Any], inputs: NDArray[Any], change: NDArray[Any], tree: Any) -> tuple[Any, Any]:
-    """Fit a linear model to the change and trees to its residuals, and return both."""
+    """Fit a linear model of ``lags`` to ``change``, and fit trees of ``inputs`` to the residuals. Return both."""
     line = RidgeCV(ALPHAS) if len(change) > 2 else Ridge(ALPHAS[-1])
     line.fit(lags, change)
     return line, tree.fit(inputs, change - line.predict(lags))
@@ -474,16 +497,17 @@ class Smoothing:
 
 
 class Calibration:
-    """The half widths of the bands of a channel as a function of the lead, in predicted standard deviations.
+    """A function that returns half widths of the bands of a channel, in units of the predicted standard deviation.
 
-    The lead is the time since the last observed value. A half width is a quantile of held-out errors at similar leads.
-    Without an observed value there is no lead; the half width is then a quantile of the absolute held-out values.
+    The lead of a forecast is the time since the last observed value. A half width is a quantile of the errors of
+    held-out forecasts with similar leads. If a history has no value, the lead is NaN, and the half width is a quantile
+    of the absolute held-out values.
 
     Arguments:
-        sample: index of the sample of each error, (n,).
-        lead: lead of each error, (n,).
-        error: absolute error divided by the predicted standard deviation, (n,).
-        value: held-out values, (n,).
+        sample: index of the sample that each of n held-out forecasts predicts, (n,).
+        lead: lead of each forecast, (n,).
+        error: absolute error of each forecast divided by its predicted standard deviation, (n,).
+        value: true value of each sample, (n,).
     """
 
     def __init__(self, sample: NDArray[Any], lead: NDArray[Any], error: NDArray[Any], value: NDArray[Any]) -> None:
@@ -495,10 +519,10 @@ class Calibration:
         self.longest = float(self.lead[-1]) if len(self.lead) else math.inf
 
     def __call__(self, lead: NDArray[Any], level: float) -> NDArray[Any]:
-        """Return the half width at each lead for a level in percent.
+        """Return the half width for each lead and for a level in percent.
 
-        A half width is computed from the errors at the nearest leads. If they come from too few different samples, more
-        errors are used. It is infinite if all errors are too few.
+        Half widths are computed from the errors with the nearest leads, and interpolated. If these errors come from too
+        few different samples for the level, more errors are used. If all errors are too few, half widths are infinite.
         """
         total, none, log_lead = len(self.error), bound(*self.values, level), np.log(self.lead + 1e-12)
         size = min(total, max(NEAREST_ERRORS, total // 5))
@@ -520,14 +544,14 @@ def check_level(level: Any) -> float:
 
 
 def bound(error: NDArray[Any], sample: NDArray[Any], level: float) -> float:
-    """Return the bound of conformal prediction on the absolute error, at a level in percent.
+    """Return a bound that a new absolute error does not exceed with probability ``level``, by conformal prediction.
 
-    Errors of the same sample, forecast from several cuts, count as one. With n samples the largest error is a bound of
-    the level n / (n + 1); the bound for a higher level is infinite.
+    A sample may be forecast from several cuts; its errors count as one. With n samples, the largest error is the bound
+    for the level 100 n / (n + 1) %. The bound for a higher level is infinite.
 
     Arguments:
-        error: absolute errors.
-        sample: index of the sample of each error.
+        error: absolute errors, (N,).
+        sample: index of the sample that belongs to each error, (N,).
         level: level in percent.
     """
     count = len(np.unique(sample))
@@ -536,7 +560,10 @@ def bound(error: NDArray[Any], sample: NDArray[Any], level: float) -> float:
 
 
 def last_values(past: Series) -> tuple[Tensor, Tensor]:
-    """Return the last value of each channel and its age at the last sample, (n, channels) each; NaN without a value."""
+    """Return the last observed value of each channel and its age, (n, channels) each; NaN for channels without a value.
+
+    The age is the time from this value to the last sample of the history.
+    """
     positions = torch.arange(past.x.shape[1]).view(1, -1, 1)
     latest = torch.where(past.mask, positions, -1).amax(1)
     rows = torch.arange(len(past)).unsqueeze(1)
@@ -547,5 +574,8 @@ def last_values(past: Series) -> tuple[Tensor, Tensor]:
 
 
 def leads(past: Series, dt: Tensor) -> NDArray[Any]:
-    """Return the times from the last value of each channel to the forecasts, (n, K, channels); NaN without a value."""
+    """Return the time from the last observed value of each channel to each forecast, (n, K, channels).
+
+    The forecasts are ``dt`` (n, K) after the last sample. The result is NaN for channels without a value.
+    """
     return (dt.unsqueeze(-1) + last_values(past)[1].unsqueeze(1)).numpy()

@@ -55,13 +55,13 @@ if TYPE_CHECKING:
 Model = Literal["auto", "last", "features", "seasonal", "oscillators", "statsforecast", "odernn", "gru"]
 CHEAP = ("last", "features", "seasonal", "oscillators")
 NETWORKS = ("odernn", "gru")
-PLAIN = ("seasonal", "statsforecast")  # models that use the same units for all series
-# Minimum number of forecasts in a held-out series; later samples for each forecast; number of forecasts in all series.
+PLAIN = ("seasonal", "statsforecast")  # models without a conversion of each series to its Units
+# Backtests on held-out series: minimum number of cuts per series; later samples per cut; number of cuts of all series.
 CUTS, AHEAD, MOST_STARTS = 10, 16, 500
-PAIRS = 20_000  # maximum number of training examples (start of a forecast, later value) for each channel
+PAIRS = 20_000  # maximum number of training examples (cut of a series, later sample) for each channel
 PART = 256  # number of held-out forecasts that a network computes at once
-GROUPS, END, MOST = 3, 0.3, 0.6  # groups of held-out series; default and largest share of a held-out end of a series
-START = 0.3  # share of a held-out series before the first forecast
+GROUPS, END, MOST = 3, 0.3, 0.6  # number of groups of series; default and largest held-out share at the end of a series
+START = 0.3  # share of the samples of a held-out series that lie before its first cut
 
 
 class SeriesForecaster(SeriesEstimator):
@@ -217,18 +217,19 @@ class SeriesForecaster(SeriesEstimator):
         is_network = self.model_ in NETWORKS
         if not is_network:  # which needs its held-out series for early stopping
             for train, other in splits[1 : None if len(whole) < MOST_STARTS else 1]:
-                forecasts.append(
-                    self._fit_and_forecast(model, train, self._training_backtest(train, random), other, random)[1:]
-                )
+                forecasts.append(self._evaluate(model, train, self._cases(train, random), other, random)[1:])
         self._calibrate([test for _, test in splits], forecasts, is_held or self.model_ == "last")
         if is_held and not is_network:
-            model = self._fitted(model, series, self._training_backtest(whole, random), test, random)
+            model = self._fitted(model, series, self._cases(whole, random), test, random)
         self.networks_ = model if is_network else []
         self.fitted_: Any = None if is_network else model
         return self
 
     def _names(self, series: Series, is_held: bool) -> Sequence[str]:
-        """Return the names of the models to compare: one name if ``model`` is given or if no series is held out."""
+        """Return the names of the models to compare.
+
+        There is a single name if the user chose a model, or if no values are held out to compare models.
+        """
         if self.model != "auto" or not is_held:
             return [CHEAP[0] if self.model == "auto" else self.model]
         if series.x.shape[2] > WIDE:
@@ -236,11 +237,14 @@ class SeriesForecaster(SeriesEstimator):
         return (*CHEAP, "statsforecast") if StatsForecast.admits(series) else CHEAP
 
     def _best_model(self, names: Sequence[str], train: Series, test: Backtest, random: np.random.RandomState) -> Any:
-        """Return the model with the best score, with its means and standard deviations for ``test``.
+        """Fit the models with the given names to ``train``, and choose the one with the best score on ``test``.
 
-        It is the best single model or the mean of the best two.
+        A mixture of the best two models is a further candidate.
+
+        Returns:
+            The model, and its means and standard deviations for the test cases, (n, K, channels) each.
         """
-        backtest = self._training_backtest(train, random)
+        backtest = self._cases(train, random)
         scale = self.units_(test.series)[1][test.row]  # scale of each series, so that all series have the same weight
         is_scored = (test.lost == 0).all(1) & test.values.isfinite().any(-1).any(-1)  # complete histories
         is_scored |= ~is_scored.any()
@@ -251,9 +255,7 @@ class SeriesForecaster(SeriesEstimator):
         found = {}
         for name in names:
             models = self._models(name, train.x.shape[2] > WIDE)
-            found[name] = min(
-                (self._fit_and_forecast(each, train, backtest, test, random) for each in models), key=score
-            )
+            found[name] = min((self._evaluate(each, train, backtest, test, random) for each in models), key=score)
         self.cv_loss_ = {name: score(each) for name, each in found.items()}
         best = sorted(found, key=self.cv_loss_.__getitem__)[:2]
         if len(best) > 1:
@@ -264,17 +266,18 @@ class SeriesForecaster(SeriesEstimator):
         self.model_ = min(self.cv_loss_, key=self.cv_loss_.__getitem__)
         return found[self.model_]
 
-    def _fit_and_forecast(
+    def _evaluate(
         self, model: Any, train: Series, backtest: Backtest, test: Backtest, random: np.random.RandomState
     ) -> tuple[Any, Tensor, Tensor]:
-        """Fit a model, and return it with its means and standard deviations for ``test``."""
+        """Fit a model. Return it, and its means and standard deviations for the cases in ``test``."""
         model = self._fitted(model, train, backtest, test, random)
         return model, *test.over(lambda past, dt: self._forecast(model, past, dt))
 
     def _calibrate(self, tests: list[Backtest], forecasts: list[Any], is_held: bool) -> None:
-        """Store the calibration of each column, from forecasts of held-out values.
+        """Store a :class:`Calibration` for each column, computed from the errors of forecasts of held-out values.
 
-        If no values were held out (``is_held=False``), errors are unknown and bands are infinite.
+        If no values were held out (``is_held=False``), errors are unknown and bands are infinite. ``forecasts`` holds
+        a mean and a standard deviation, (n, K, channels) each, for each backtest in ``tests``.
         """
         parts = []
         for test, (mean, std) in zip(tests, forecasts, strict=False):
@@ -406,7 +409,7 @@ class SeriesForecaster(SeriesEstimator):
         parts, fitted = [], None
 
         def samples(k: int) -> Tensor:
-            """Return the number of samples of each series up to k horizons before its end."""
+            """Return how many samples of each series lie before the origin that is k horizons before its end."""
             if k and hasattr(step, "rollforward"):
                 until = whole.times([[each - k * step] for each in _of_user(whole, end)])
             else:
@@ -485,7 +488,10 @@ class SeriesForecaster(SeriesEstimator):
         return data
 
     def _to_series(self, data: Any, *, reset: bool, future: Any = None) -> Any:
-        """Return the data up to the last observed value of each series, with all known values of the covariates."""
+        """Convert data to histories that end with the last observed value of each series.
+
+        Covariates are taken from the data and from the table ``future``. With ``reset``, data are the training series.
+        """
         if isinstance(data, Past):
             return super()._to_series(data, reset=reset)
         data, names = self._frame(data), listed(self.future)
@@ -506,7 +512,10 @@ class SeriesForecaster(SeriesEstimator):
         return past
 
     def _rows(self, table: Any, future: Any, ids: Sequence[Any]) -> Series:
-        """Return series of the covariates, with all rows of ``table`` and ``future``, in the order of ``ids``."""
+        """Return the covariates as series in the order of ``ids``, from all rows of ``table`` and ``future``.
+
+        Rows at the end of a table that have no observed value are included.
+        """
         import pandas
 
         (id, time), names = self._keys, listed(self.future)
@@ -560,13 +569,17 @@ class SeriesForecaster(SeriesEstimator):
             raise ValueError(f"ahead must not lie before the last sample of a series, {fault}. Fix: ahead={fix!r}.")
         return dt
 
-    def _training_backtest(self, series: Series, random: np.random.RandomState) -> Backtest:
-        """Return a random backtest from which a model learns."""
+    def _cases(self, series: Series, random: np.random.RandomState) -> Backtest:
+        """Return random test cases of the training series, from which a model learns."""
         pairs = PAIRS * WIDE // max(WIDE, series.x.shape[2])
         return draw_backtest(series, random, 0.0, max(3, pairs // 8 // len(series)), 8, self.horizon_)
 
     def _models(self, name: str, is_wide: bool) -> list[Any]:
-        """Return unfitted models with this name: one with the units of each series, and one with common units."""
+        """Return a list of unfitted models with this name; for a network, return its name.
+
+        If the :class:`Units` of the series can differ, there are two models: one converts each series to its own units,
+        and one converts all series to the same units.
+        """
         if name in PLAIN:
             return [Seasonal(-self.mean_ / self.std_) if name == "seasonal" else StatsForecast(self.mean_, self.std_)]
         if name in NETWORKS:
@@ -579,7 +592,7 @@ class SeriesForecaster(SeriesEstimator):
     def _fitted(
         self, model: Any, train: Series, backtest: Backtest, held_out: Backtest, random: np.random.RandomState
     ) -> Any:
-        """Fit a model in place and return it. For the name of a network, train and return new networks."""
+        """Fit a model and return it. If ``model`` is the name of a network, return a list of trained networks."""
         seed = int(random.randint(2**31 - 1))
         if model not in NETWORKS:
             return model.fit(train, backtest, seed)
@@ -602,9 +615,10 @@ class SeriesForecaster(SeriesEstimator):
 
     @kept_random_state()
     def _forecast(self, model: Any, past: Series, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """Return means and standard deviations (batch, K, channels), standardised by the training data.
+        """Forecast with a fitted model or with a list of networks, at times ``dt`` (batch, K) after the last sample.
 
-        For a channel without a value in a series they are 0 and 1.
+        Return means and standard deviations, (batch, K, channels) each, standardised by the training data. Channels
+        without a value in the history have the mean 0 and the standard deviation 1.
         """
         is_seen = past.mask.any(1, keepdim=True)
         if not isinstance(model, list):
@@ -619,10 +633,12 @@ class SeriesForecaster(SeriesEstimator):
         return torch.where(is_seen, mean, 0.0), torch.where(is_seen, std, 1.0)
 
     def _warn(self, lead: NDArray[Any], width: NDArray[Any], unit: float | None) -> None:
-        """Warn of forecasts that are NaN, of infinite bands, and of leads beyond the calibrated ones.
+        """Warn if forecasts are NaN, if bands are infinite, or if leads are longer than all leads in the calibration.
 
-        ``lead`` and ``width`` are (batch, K, channels). ``width`` is for the highest level. The warning refers to the
-        caller of :meth:`predict`.
+        Arguments:
+            lead: time from the last observed value to each forecast, (batch, K, channels).
+            width: half widths of the bands of the highest level, (batch, K, channels).
+            unit: length of one unit of time in seconds; None if it is unknown.
         """
         known, level, names = self.is_known_, self._levels()[-1], np.array(self.features_, dtype=object)
         if not known.all():
@@ -652,7 +668,7 @@ class SeriesForecaster(SeriesEstimator):
 
 
 def _order(series: Series) -> NDArray[Any]:
-    """Return indices that sort series by their times and values, so that the order of rows has no influence."""
+    """Return indices that sort series by their times and values, so that results do not depend on the given order."""
     sums = [series.t.sum(1), series.x.nansum((1, 2)), series.lengths, series.t[:, 0]]
     return np.lexsort([each.numpy() for each in sums])
 
@@ -660,13 +676,18 @@ def _order(series: Series) -> NDArray[Any]:
 def _splits(
     series: Series, whole: Series, ahead: float | None, random: np.random.RandomState
 ) -> tuple[list[tuple[Series, Backtest]], float]:
-    """Return the splits, each with training series and a backtest of held-out values, and the farthest time ahead.
+    """Split series into training data and held-out data.
+
+    With many series, each of three groups of series is held out in turn. With few series, the end of each is held out.
 
     Arguments:
         series: all series.
         whole: the series with at least two samples.
-        ahead: the given farthest time ahead; None chooses it.
+        ahead: the farthest time ahead for which forecasts are needed; None chooses it.
         random: random number generator.
+
+    Returns:
+        A list of pairs (training series, backtest on held-out values), and the farthest time ahead.
     """
     if len(whole) >= FEW_SERIES:
         ahead = math.inf if ahead is None else ahead
@@ -683,14 +704,17 @@ def _splits(
 
 
 def _offsets_from(ends: Any, offsets: list[Any]) -> list[list[Any]]:
-    """Return for each date in ``ends`` the list of the dates that are one of the offsets or durations later."""
+    """Return a list for each date in ``ends``: the date plus each of the offsets or durations."""
     if not all(hasattr(each, "rollforward") or isinstance(each, datetime.timedelta) for each in offsets):
         raise TypeError(f"ahead must be durations and offsets, or dates, got {offsets!r}. Fix: ['1h', '1MS'].")
     return [[end + each for each in offsets] for end in ends]
 
 
 def _check_zone(dates: Any, zone: Any) -> None:
-    """Raise TypeError if only the given dates or only the times of the data have a time zone."""
+    """Raise TypeError if ``dates`` have a time zone and the times of the data have none, or the other way round.
+
+    ``zone`` is the time zone of the data; None if they have none.
+    """
     import pandas
 
     first = np.asarray(dates, dtype=object).reshape(-1)[0]
@@ -726,7 +750,10 @@ def _steps(given: Any) -> Any:
 
 
 def _times_after(past: Series, later: Series) -> Tensor:
-    """Return the times (n, K) from the end of each history to later samples; NaN for samples that are not later."""
+    """Return the times from the end of each history in ``past`` to the samples in ``later``, (n, K).
+
+    Samples that are not later than the end of the history are NaN.
+    """
     dt = later.t - past.t.amax(1, keepdim=True)
     is_after = (torch.arange(dt.shape[1]) < later.lengths.unsqueeze(1)) & (dt > 0)
     if not is_after.any():
@@ -735,13 +762,13 @@ def _times_after(past: Series, later: Series) -> Tensor:
 
 
 def _until_last_value(series: Any) -> Any:
-    """Remove the samples after the last observed value of each series. A series without any value is not changed."""
+    """Return the series without the samples that follow the last observed value. A series without a value is kept."""
     last = torch.where(series.mask.any(-1), torch.arange(series.x.shape[1]), -1).amax(1) + 1
     return cut_at(series, torch.where(last > 0, last, series.lengths))
 
 
 def _of_user(series: Any, t: Tensor) -> Any:
-    """Convert times to a flat pandas index of dates, durations or numbers, as in the user's data."""
+    """Convert times to a pandas index of dates, durations or numbers, whichever the user's data have."""
     import pandas
 
     if series.origin is not None:
@@ -752,13 +779,13 @@ def _of_user(series: Any, t: Tensor) -> Any:
 
 
 def _entries(column: Any) -> Any:
-    """Convert a column of a table that is not from pandas to a form from which pandas keeps the time zone."""
+    """Convert a column of a table from another library for ``pandas.DataFrame``, so that time zones are kept."""
     column = column.numpy(force=True) if isinstance(column, Tensor) else getattr(column, "array", column)  # pandas
     return column.to_list() if hasattr(column, "to_list") else column
 
 
 def _zone_name(zone: Any) -> str | None:
-    """Return the name of a time zone for pandas; None without a time zone, or if pandas does not know it by name."""
+    """Return the name of a time zone that pandas can read; None if ``zone`` is None or pandas knows no such name."""
     if zone is None:
         return None
     import pandas
@@ -784,7 +811,10 @@ def _nll(network: ForecastNetwork, backtest: Backtest, rows: Tensor, device: tor
 
 
 def _score(mean: Tensor, std: Tensor, values: Tensor) -> float:
-    """Return the mean continuous ranked probability score of normal forecasts (Gneiting and Raftery 2007, eq. 5)."""
+    """Return the mean continuous ranked probability score of normal forecasts (Gneiting and Raftery 2007, eq. 5).
+
+    Missing values (NaN) are ignored.
+    """
     known = values.isfinite()
     z = ((values - mean) / std)[known]
     normal = Normal(0.0, 1.0)

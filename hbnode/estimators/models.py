@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 Model = Literal["auto", "features", "rocket", "oscillators", "odernn", "gru"]
 Clock = Literal["relative", "absolute"]
 NETWORKS = ("oscillators", "odernn", "gru")
-ALPHAS = np.logspace(-2.75, 6.25, 19)  # penalties of the ridge; thousands of weak features need large ones
+ALPHAS = np.logspace(-2.75, 6.25, 19)  # penalties of the ridge regression; thousands of weak features need large ones
 FOLDS = 4
 BOOSTING_FROM = 1000  # number of series from which boosting is tried
 TREES = {"learning_rate": 0.05, "max_leaf_nodes": 15, "max_features": 0.3, "l2_regularization": 1.0}
 MEMBERS = 3  # maximum number of models whose outputs are averaged
 LONGEST = 40.0  # candidates after the first are left out if their predicted time in seconds is longer
-PARTS = 5  # number of folds of the series; one fold validates a network
+PARTS = 5  # number of folds for networks: one validates a network, the others train it
 # The smoother is tried with at most SPARSE_SAMPLES samples in a series, or at least SPARSE_POINTS points per sample.
 SPARSE_SAMPLES, SPARSE_POINTS = 16, 3
 GOOD_LOSS = 0.15  # "auto" does not try the smoother, which is slow, if another cross-validated loss is smaller
@@ -70,7 +70,10 @@ class _Targets(NamedTuple):
     groups: NDArray[Any] | None
 
     def fitted(self, head: Any, features: NDArray[Any], rows: Any = slice(None)) -> Any:
-        """Fit a clone of an estimator to the features of the series ``rows``, with their targets and weights."""
+        """Return a clone of the estimator ``head``, fitted to the series with the indices ``rows``.
+
+        ``features`` (batch, features) are those of all series. The targets and weights are those of this object.
+        """
         name = f"{head.steps[-1][0]}__sample_weight" if isinstance(head, Pipeline) else "sample_weight"
         weights = None if (self.weights == 1).all() else self.weights[rows]  # faster for some estimators
         known = np.where(np.isnan(features[rows]).all(0), 0.0, features[rows])  # trees refuse a column without a value
@@ -81,8 +84,9 @@ class _Targets(NamedTuple):
 class _Scaler(StandardScaler):
     """A scaler that standardises features and gives larger weights to static features, the last columns.
 
-    A ridge regression hardly uses a few static columns among thousands of features. If the static columns had the same
-    total weight as all other columns, they would hardly be regularised. Their weight is the geometric mean of both.
+    With weight 1, a ridge regression would hardly use a few static columns among thousands of features. With the same
+    total weight as all other columns, static columns would hardly be regularised. The weight is the geometric mean of
+    these two.
 
     Standardised features are clipped to ±√n, where n is the number of training series. No training feature exceeds this
     bound. A new feature that was nearly constant in training could exceed it and dominate all others.
@@ -106,14 +110,14 @@ class _Scaler(StandardScaler):
 
 @contextmanager
 def _without_time_warnings() -> Iterator[None]:
-    """A context that ignores warnings of wrong times from feature transformers, because the estimator warns itself."""
+    """A context that ignores warnings of wrong times by the transformers of features; the estimators warn instead."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"times must be those of fit|\d+ of \d+ series last much longer")
         yield
 
 
 class _SeriesModel(SeriesEstimator):
-    """The base class of the classifier and the regressor, which selects and fits a model."""
+    """The base class of :class:`SeriesClassifier` and :class:`SeriesRegressor`, which selects and fits a model."""
 
     _outputs: int
     prior_: NDArray[Any]
@@ -161,7 +165,10 @@ class _SeriesModel(SeriesEstimator):
 
     @kept_random_state()
     def _fit(self, data: Any, y: Any, sample_weight: Any, groups: Any) -> tuple[NDArray[Any], _Targets]:
-        """Fit the model. Return outputs of held-out series, (batch, outputs), NaN for other series, and the targets."""
+        """Fit the model. Return the outputs for held-out series, (batch, outputs), and the targets.
+
+        Outputs are NaN for series that were never held out.
+        """
         check_choice(self.model, "model", get_args(Model))
         if self.clock is not None:
             check_choice(self.clock, "clock", get_args(Clock))
@@ -194,16 +201,16 @@ class _SeriesModel(SeriesEstimator):
         return self._fit_features(series, targets, random), targets
 
     def _on_axis(self, series: Series) -> Series:
-        """Return the series with absolute times, or with times since the first sample of each series."""
+        """Return the series with the times that the model uses: absolute, or since the first sample of each series."""
         return series if self.is_absolute_ else dataclasses.replace(series, t=series.t - series.t[:, :1], origin=None)
 
     # Features
 
     @_without_time_warnings()
     def _fit_features(self, series: Series, targets: _Targets, random: np.random.RandomState) -> NDArray[Any]:
-        """Fit all candidates, and store the best one and the candidates that are averaged with it.
+        """Fit all candidates. Store the best one, and those whose outputs are averaged with it.
 
-        Return the cross-validated outputs, (batch, outputs).
+        Return the cross-validated outputs of the stored candidates, (batch, outputs).
         """
         budget = np.inf if self.time_budget is None else as_real(self.time_budget, "time_budget", "time_budget=60")
         start = monotonic()
@@ -241,20 +248,26 @@ class _SeriesModel(SeriesEstimator):
         return outputs
 
     def _is_as_good(self, outputs: NDArray[Any], least: NDArray[Any], targets: _Targets) -> bool:
-        """Return whether the loss exceeds that of ``least`` by at most two standard errors of the difference."""
+        """Return whether a model is about as good as the best one, given both outputs, (batch, outputs) each.
+
+        It is if the loss of ``outputs`` exceeds that of ``least`` by at most two standard errors of the difference.
+        """
         known = ~np.isnan(least).any(1)
         excess = ((self._losses(outputs, targets) - self._losses(least, targets)) * targets.weights)[known]
         return known.any() and bool(excess.mean() <= 2 * excess.std() / np.sqrt(len(excess)))
 
     def _pairs(self, data: Any, y: Any, sample_weight: Any) -> tuple[Series, NDArray[Any], NDArray[Any] | None]:
-        """Return series with their targets and weights, matched as in :meth:`fit`."""
+        """Convert data to series. Return the series, and their targets and weights in the same order."""
         check_is_fitted(self)
         series = self._to_series(data, reset=False)
         weights = None if sample_weight is None else targets_of(sample_weight, series, data, "sample_weight")
         return series, targets_of(y, series, data), weights
 
     def _answers(self, data: Any) -> NDArray[Any]:
-        """Return the outputs, (batch, outputs). Warn of series without a value, which get the prior."""
+        """Return the outputs of the model, (batch, outputs).
+
+        For series without an observed value the output is ``prior_``, and there is a warning.
+        """
         check_is_fitted(self)
         series = self._to_series(data, reset=False)
         is_empty = ~series.mask.any(-1).any(-1).numpy()
@@ -274,7 +287,7 @@ class _SeriesModel(SeriesEstimator):
     @kept_random_state()
     @_without_time_warnings()
     def _outputs_of(self, series: Series) -> NDArray[Any]:
-        """Return the mean outputs of all members or networks, (batch, outputs)."""
+        """Return the outputs (batch, outputs), averaged over the stored models or networks."""
         if self.model_ in NETWORKS:
             scaled, device = self._scaled(series), self.device or "cpu"
             found = [batched(each.to(device), scaled).double().numpy() for each in self.networks_]
@@ -283,11 +296,11 @@ class _SeriesModel(SeriesEstimator):
         return np.mean(found, 0)
 
     def _candidates(self, series: Series, seed: int) -> list[tuple[str, Any, Any, float]]:
-        """Return tuples of a name, a transformer to features, an estimator on features and the predicted seconds.
+        """Return the models to compare.
 
-        The seconds depend only on the size of the data, so that the same data give the same candidates. They were
-        measured on a slow core: per value of a summary for trees, per value on a grid, and per product in a ridge with
-        its folds.
+        Each is a tuple of a name, a transformer that computes features, an estimator that takes the features, and the
+        predicted time of the fit in seconds. The predicted time depends only on the size of the data, so that the same
+        data give the same candidates. Its factors were measured on a slow CPU core.
         """
         found: list[tuple[str, Any, Any, float]] = []
         ridge, boosting = self._heads(seed, 0 if series.static is None else series.static.shape[1])
@@ -316,14 +329,20 @@ class _SeriesModel(SeriesEstimator):
         return found
 
     def _held_out(self, head: Any, features: NDArray[Any], targets: _Targets) -> tuple[NDArray[Any], float]:
-        """Return cross-validated outputs, (batch, outputs), and their divisor. Outputs in no fold are NaN."""
+        """Return the cross-validated outputs (batch, outputs) of an estimator of features.
+
+        Outputs are NaN for series that are never held out. They have been divided by a scale, the second result.
+        """
         outputs = np.full((len(features), self._outputs), np.nan)
         for train, held in self._folds(targets, FOLDS, 0):
             outputs[held] = self._output(targets.fitted(head, features, train), features[held])
         return outputs, 1.0
 
     def _folds(self, targets: _Targets, count: int, seed: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Return a list of folds: the indices of the training series and of the held-out series."""
+        """Divide the series into at most ``count`` folds.
+
+        Return a list with a pair for each fold: the indices of the training series, and those of the held-out series.
+        """
         values, _, groups = targets
         count = min(count, len(values) if groups is None else len(np.unique(groups)))
         folds = self._splitters[groups is not None](count, shuffle=True, random_state=seed)
@@ -525,7 +544,11 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         share = self._outputs / (self._outputs + known.sum())
 
         def loss(log_temperature: float) -> float:
-            """Add a virtual series of each class with an unknown class, so that few series give no certainty."""
+            """Return the cross-validated loss of the logits divided by the temperature.
+
+            The loss includes virtual series, one per class, whose targets are uniform over the classes. So few series
+            cannot give extreme probabilities.
+            """
             scaled = logits / np.exp(log_temperature)
             return (1 - share) * self._cv_loss(scaled, targets) - share * float(log_softmax(scaled[known], 1).mean())
 
@@ -533,9 +556,9 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
         return logits / temperature, temperature
 
     def _folds(self, targets: _Targets, count: int, seed: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Return folds with equal shares of the classes.
+        """Return folds in which each class has nearly the same share.
 
-        If all series of a class in a fold are held out, they are moved to the training series.
+        If all series of a class would be held out in one fold, they stay in its training series.
         """
         codes, found = targets.values, []
         most = int(np.bincount(codes).max())
@@ -623,7 +646,7 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         return self._numbers(outputs - width), self._numbers(outputs + width)
 
     def _numbers(self, outputs: NDArray[Any]) -> NDArray[Any]:
-        """Convert standardised outputs to the unit and the shape of y."""
+        """Convert outputs (batch, outputs), which are standardised, to the unit and the shape of y."""
         found = outputs * self.target_std_ + self.target_mean_
         return found if self.is_wide_ else found[:, 0]
 
@@ -661,7 +684,7 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
 
 
 def _is_regular(series: Series) -> bool:
-    """Return whether all series have equal gaps and no missing values."""
+    """Return whether the time between samples is the same in all series, and no values are missing."""
     is_sample = torch.arange(series.t.shape[1]) < series.lengths.unsqueeze(1)
     gaps = series.t.diff()[is_sample[:, 1:]]
     is_equal = not len(gaps) or bool((gaps.max() - gaps.min()) <= 1e-6 * gaps.max())

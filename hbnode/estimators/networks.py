@@ -61,7 +61,12 @@ class SeriesNetwork(nn.Module):
         self.head: nn.Module = nn.Linear(2 * hidden_size, outputs)
 
     def encode(self, series: Series) -> tuple[Tensor, Any, Tensor, Tensor]:
-        """Return the states (batch, T, hidden_size), the core's last state, and the last values and their times."""
+        """Run the recurrent core over the series.
+
+        Returns:
+            The hidden states (batch, T, hidden_size), the state object of the core after the last sample, and the last
+            observed value of each channel and its time, (batch, channels) each.
+        """
         since = series.t - (series.t[:, :1] if self.start is None else self.start)
         static = None if series.static is None else torch.nan_to_num(series.static)
         sequences = Sequences(series.x.shape[2], series.x, since / self.time_unit, series.mask, series.lengths)
@@ -101,7 +106,10 @@ class ForecastNetwork(SeriesNetwork):
 
     @override
     def forward(self, series: Series, dt: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # also takes dt
-        """Return the mean and the standard deviation, (batch, K, channels), ``dt`` (batch, K) after the last sample."""
+        """Forecast at K times, ``dt`` (batch, K) after the last sample.
+
+        Return the mean and the standard deviation, (batch, K, channels) each.
+        """
         h, state, last, last_t = self.encode(series)
         lengths, count = series.lengths.to(h.device), dt.shape[1]
         ahead = dt / self.time_unit
@@ -125,7 +133,7 @@ def _last(h: Tensor, lengths: Tensor) -> Tensor:
 
 
 def config_of(series: Series, kind: Core, outputs: int, hidden_size: int, dropout: float) -> dict[str, Any]:
-    """Return the arguments of a :class:`SeriesNetwork`, with sizes and scales of time from the series."""
+    """Return a dict of arguments for :class:`SeriesNetwork`; those that depend on the data are computed from series."""
     static = 0 if series.static is None else series.static.shape[1]
     try:
         unit = fitted_unit(series.t, series.mask, series.lengths)
@@ -139,7 +147,7 @@ def config_of(series: Series, kind: Core, outputs: int, hidden_size: int, dropou
 
 
 def common_start(series: Series) -> float | None:
-    """Return the earliest time; None if the start times differ by more than the longest duration of a series."""
+    """Return the earliest time of all series; None if start times differ by more than the longest duration."""
     starts = series.t[series.mask.any(-1).any(-1), :1]  # times of a series without values may be meaningless
     is_common = bool(len(starts)) and float(starts.max() - starts.min()) <= _span(series)
     return float(starts.min()) if is_common else None
@@ -159,7 +167,7 @@ def kept_random_state() -> Iterator[None]:
 
 @torch.no_grad()
 def batched(function: Callable[[Series], Tensor], series: Series) -> Tensor:
-    """Apply a function of series to batches of series of similar length, and return the joined results on the CPU."""
+    """Return ``function(series)`` on the CPU, computed without gradients in batches of series of similar length."""
     found = torch.empty(0)
     for rows in bucketed_batches(series.lengths, BATCH, shuffle=False):
         part = function(series.select(rows)).cpu()

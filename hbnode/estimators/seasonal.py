@@ -1,4 +1,4 @@
-"""Models of series with seasons: level, trend and Fourier terms by exact likelihood, and those of statsforecast."""
+"""Models of seasonal series: level, trend and Fourier terms with an exact likelihood, and models of statsforecast."""
 
 from __future__ import annotations
 
@@ -19,24 +19,36 @@ from hbnode.data import Series
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MEMORY, LEARNED = 2000, 4000  # last samples of a series that are used; samples from which a channel's model is chosen
-BLOCK, SPECTRUM = 4_000_000, 1400  # numbers of a block of problems; last samples whose spectrum is computed
-HARMONICS, EVOLVING, TERMS = 60, 6, 4  # most Fourier terms of a season; those that change with time, and how
-FLAT, FLOOR = 1e4, 1e-6  # variance of coefficients without a prior; least variance
-HEAT = 4.0  # difference of log likelihoods with the weight 1/e
-LEAST, MOST = 8, 20_000  # values of a series, and of all series, for statsforecast
-SIGMA = 68.26894921370858  # level of one deviation in percent
-APART = 2.5  # ratio of periods, because a season that changes has further peaks near its own
-RECENT = 1000  # last samples of a series that statsforecast's models see
-LAGS, CYCLES = 8, 4  # lagged values, in usual gaps, and cycles of a mean of one phase
-SNAP, SURE = 1 / 7, 3.0  # share of a gap by which times may differ from a multiple; a clear difference of likelihoods
+MEMORY, LEARNED = 2000, 4000  # maximum number of last samples of a series; number of values that select a model
+BLOCK, SPECTRUM = 4_000_000, 1400  # number of values in a block of problems; number of last samples for spectra
+# Maximum number of Fourier terms of a season; number of those that change with time; basis functions of a change.
+HARMONICS, EVOLVING, TERMS = 60, 6, 4
+FLAT, FLOOR = 1e4, 1e-6  # prior variance of unregularised coefficients; smallest residual variance
+HEAT = 4.0  # a model whose log likelihood is lower by HEAT has a weight that is smaller by the factor e
+LEAST, MOST = 8, 20_000  # minimum number of values of a series, and maximum number of all values, for statsforecast
+SIGMA = 68.26894921370858  # percentage of normal values within one standard deviation of the mean
+APART = 2.5  # smallest ratio of two periods, because a changing season has further peaks near its frequency
+RECENT = 1000  # number of last samples of a series that statsforecast's models use
+LAGS, CYCLES = 8, 4  # number of lagged values; number of past cycles whose values at the same phase are averaged
+SNAP, SURE = 1 / 7, 3.0  # largest change, in gaps, by rounding a time to multiples of a gap; clear gain of likelihood
+# Decay times of the residuals in typical gaps; calendar periods in seconds: a day, a week and a year.
 DECAYS, CALENDAR = (0.1, 3.0, 10.0, 30.0, 1e6), (86400.0, 7 * 86400.0, 365.2425 * 86400.0)
 SIZES, CHANGES = (0.0, 0.01, 0.1, 1.0, 10.0, 100.0), (0.1, 1.0)  # prior variances of a season, and of its change
-NOISES = (0.01, 0.1, 0.5, 2.0, 30.0)  # variance of a step of the level, over that of the noise
+NOISES = (0.01, 0.1, 0.5, 2.0, 30.0)  # variances of the change of the level in a step, relative to the noise
 
 
 class Candidate(NamedTuple):
-    """A model: the decay of its level in usual gaps, its variance in those of the noise, and the season's variances."""
+    """The hyperparameters of a seasonal model of one channel.
+
+    Attributes:
+        trend: ``"constant"``, ``"walk"`` or ``"line"``: whether the level decays to a constant, is a random walk, or is
+            a random walk with a linear trend.
+        decay: decay time of the level, in typical gaps between samples; infinite for a random walk.
+        noise: variance of the level, or of one step of a random walk, divided by the variance of the observation noise.
+        is_log: whether logarithms of the values are modelled.
+        season: prior variance of the season.
+        change: prior variance of the change of the season, relative to ``season``.
+    """
 
     trend: str
     decay: float
@@ -55,15 +67,16 @@ CANDIDATES = [
 
 
 class Seasonal:
-    """A level that walks or decays, a damped line, and seasons of found periods, for each channel by itself.
+    """A model of each channel with a stochastic level, a damped linear trend and seasons whose periods are estimated.
 
     The values, or their logarithms, are βx(t) + μ(t) + noise. x(t) has a line and Fourier terms, which may change with
-    time, and μ is a level. The coefficients β have normal priors, and are integrated out. The likelihood, summed over
-    series, chooses the periods and all variances; it weighs several kinds of level and of scale. A forecast uses the
-    series alone. It stays within one range of the series' values beyond them.
+    time. The level μ(t) is a random walk or decays to a constant. The coefficients β have normal priors and are
+    integrated out. The likelihood, summed over series, selects the periods and all variances. Several kinds of models
+    are averaged with weights from their likelihoods. A forecast uses the values of one series only. It is clipped to
+    the range of these values, extended by its width at both ends.
 
     Arguments:
-        zero: the value of each channel that is 0 in the user's units, for logarithms.
+        zero: the standardised value of each channel that is 0 in the user's units; logarithms are relative to it.
     """
 
     def __init__(self, zero: NDArray[Any]) -> None:
@@ -78,15 +91,18 @@ class Seasonal:
             self.scales.append(float(np.median(spread[spread > 0])) if spread.any() else 1.0)
             order = np.argsort(-known.sum(1), kind="stable")
             rows = order[: 1 + int(np.searchsorted(np.cumsum(known.sum(1)[order]), LEARNED))]
-            self.kinds.append(self._chosen(channel, u[rows], y[rows], known[rows]))
+            self.kinds.append(self._select(channel, u[rows], y[rows], known[rows]))
         return self
 
-    def _chosen(self, channel: int, u: NDArray[Any], y: NDArray[Any], known: NDArray[Any]) -> list[tuple[Any, ...]]:
-        """Return the likeliest kind of each trend, of values and of logarithms, each after its weight."""
+    def _select(self, channel: int, u: NDArray[Any], y: NDArray[Any], known: NDArray[Any]) -> list[tuple[Any, ...]]:
+        """Return the most likely model for each kind of trend, fitted to values and to logarithms.
+
+        The result is a list of tuples (weight, *hyperparameters). Models with a small weight are left out.
+        """
         seasons, found, zero = self.seasons[channel], list[tuple[float, Candidate]](), float(self.zero[channel])
 
         def likelihoods(kinds: list[Candidate], sizes: Sequence[float | None] = (None,)) -> NDArray[Any]:
-            """Return log likelihoods of all series, (sizes, kinds)."""
+            """Return the log likelihood of each model with each season variance, summed over series, (sizes, kinds)."""
             total = np.zeros((len(sizes), len(kinds)))
             for row in range(len(u)):
                 one = [row] * len(kinds)
@@ -128,9 +144,18 @@ class Seasonal:
 
 
 class Problem:
-    """Series (B, T) with a kind of model each, seen through the Kalman filters of their levels.
+    """B linear regressions, one for each pair of a series and a model.
 
-    A series whose values are all equal, or a single one, has the usual deviation of the training data.
+    A Kalman filter of the level turns the correlated residuals of each regression into independent ones.
+
+    Arguments:
+        kinds: the hyperparameters of the model of each pair.
+        u: times relative to the last value, in typical gaps, (B, T); not positive.
+        y: values, (B, T).
+        known: True for values, False for padding, (B, T).
+        zero: the standardised value that is 0 in the user's units.
+        usual: typical standard deviation of a series, for series whose values are all equal.
+        seasons: periods of the seasons, in typical gaps.
     """
 
     def __init__(
@@ -141,16 +166,16 @@ class Problem:
         self.level = np.array([(kind.decay, kind.noise) for kind in kinds]).T
         self.count = known.sum(1)
         count = np.maximum(self.count, 1)[:, None]
-        is_used = known | ~known.any(1, keepdims=True)  # a series without any value has zeros
+        is_used = known | ~known.any(1, keepdims=True)  # a series without any value is treated as zeros
         self.low = np.where(is_used, y, math.inf).min(1, keepdims=True)
         self.high = np.where(is_used, y, -math.inf).max(1, keepdims=True)
-        self.is_log = np.array([[kind.is_log] for kind in kinds]) & (self.low > zero)  # else there are no logarithms
+        self.is_log = np.array([[kind.is_log] for kind in kinds]) & (self.low > zero)  # logarithms need positive values
         log = np.where(self.is_log, np.log(np.maximum(y - zero, 1e-6)), 0.0) * known
         z = np.where(self.is_log, log, y) * known
         self.shift = z.sum(1, keepdims=True) / count
         spread = ((z - self.shift) ** 2 * known).sum(1, keepdims=True)
         self.usual = usual
-        deviation = usual / np.where(self.is_log, np.maximum(self.high - zero, usual), 1.0)  # of logarithms, relative
+        deviation = usual / np.where(self.is_log, np.maximum(self.high - zero, usual), 1.0)  # relative for logarithms
         self.scale = np.where(self.high > self.low, np.sqrt(spread / count), deviation)
         z = (z - self.shift) / self.scale
         self.jacobian = -self.count * np.log(self.scale[:, 0]) - log.sum(1)
@@ -160,9 +185,12 @@ class Problem:
         self.gram = out.swapaxes(1, 2) @ out
 
     def solve(self, season: float | None = None) -> NDArray[Any]:
-        """Find the coefficients for this variance of the season, or the kinds' own; return log likelihoods (B,)."""
+        """Compute the regression coefficients, and return the log likelihood of each pair, (B,).
+
+        If ``season`` is given, it replaces the prior variance of the season in all models. Default: ``None``
+        """
         kinds = [kind if season is None else kind._replace(season=season) for kind in self.kinds]
-        self.prior = np.stack([prior(kind, self.seasons, self.is_evolving) for kind in kinds])
+        self.prior = np.stack([prior_deviations(kind, self.seasons, self.is_evolving) for kind in kinds])
         gram, right = self.gram[:, :-1, :-1], self.gram[:, :-1, -1] * self.prior
         root = np.linalg.cholesky(np.eye(gram.shape[1]) + self.prior[:, :, None] * gram * self.prior[:, None])
         self.inverse = np.linalg.inv(root)
@@ -174,14 +202,14 @@ class Problem:
         return self.jacobian - (self.log + self.count * np.log(self.variance)) / 2 - determinant
 
     def forecast(self, at: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return means and standard deviations at times (B, K)."""
+        """Return means and standard deviations, (B, K) each, of forecasts ``at`` (B, K) gaps after the last value."""
         a, variance = advance(self.level[..., None], at, self.p[:, None])
         x = design(at, self.seasons, self.span, self.is_evolving)
         along = a[..., None] * self.m[:, None]
         x -= along[..., :-1]
         mean = np.einsum("bkp,bp->bk", x, self.beta) + along[..., -1]
         known = np.einsum("bij,bkj->bki", self.inverse, x * self.prior[:, None])
-        doubt = (1 / (1 + self.level[1]) + self.count * self.variance) / (1 + self.count)  # as if one more value
+        doubt = (1 / (1 + self.level[1]) + self.count * self.variance) / (1 + self.count)  # adds one virtual value
         std = np.sqrt(doubt[:, None] * (1 + variance + (known**2).sum(-1))) * self.scale
         mean = mean * self.scale + self.shift
         value = np.where(self.is_log, np.exp(np.minimum(mean, 300.0)) + self.zero, mean)
@@ -192,9 +220,13 @@ class Problem:
 
 
 def clock(times: NDArray[Any], usual: float) -> tuple[NDArray[Any], float, bool]:
-    """Return times before the last one in units of a gap, this gap, and whether the times are regular.
+    """Convert the times of one series to multiples of its gap, counted from its last time.
 
-    Times that are near multiples of the usual gap, such as the months of a calendar, are regular and moved there.
+    ``usual`` is the typical gap of all series. Times are regular if they are near multiples of a gap, such as calendar
+    months. Regular times are rounded to multiples.
+
+    Returns:
+        The converted times, the gap, and whether the times are regular.
     """
     count = np.round(np.diff(times) / usual)
     is_regular = len(times) > 1 and bool((count > 0).all() and count.sum() < 1.5 * len(times))
@@ -205,9 +237,11 @@ def clock(times: NDArray[Any], usual: float) -> tuple[NDArray[Any], float, bool]
 
 
 def observed(series: Series, channel: int, usual: float) -> tuple[NDArray[Any], ...]:
-    """Return the last values of a channel as (batch, T) that ends with the last one: their times, values and mask.
+    """Return the most recent values of a channel and their times. Series are padded at the start, not at the end.
 
-    Also returned are, of each series, the usual gap, whether it is regular, and the time of the last value.
+    Returns:
+        Six arrays. Times, values and a mask that is False on padding are (batch, T) each. The gap that is the unit of
+        the times, whether the times are regular, and the time of the last value are (batch,) each.
     """
     mask = series.mask[..., channel].numpy()
     width = int(mask.sum(1).clip(1, MEMORY).max())
@@ -225,7 +259,10 @@ def observed(series: Series, channel: int, usual: float) -> tuple[NDArray[Any], 
 
 
 def usual_gap(series: Series, channel: int) -> float:
-    """Return the median gap of a channel, or the mean step if gaps are nearly equal, as months are."""
+    """Return the typical time between values of a channel: the mean gap if most gaps are nearly equal, else the median.
+
+    The gaps between calendar months, for example, are nearly equal.
+    """
     each = [t[here].diff() for t, here in zip(series.t.double(), series.mask[..., channel], strict=True)]
     gaps = torch.cat(each)
     gaps = gaps[gaps > 0]
@@ -236,17 +273,32 @@ def usual_gap(series: Series, channel: int) -> float:
 
 
 def later(past: Series, dt: Tensor, gap: NDArray[Any], is_regular: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
-    """Return the times of forecasts after the last value, in units of the usual gap."""
+    """Return the time from the last value of a channel to each forecast, in units of the gap, (n, K).
+
+    ``dt`` (n, K) are times after the last sample. ``gap``, ``is_regular`` and ``last`` are results of :func:`observed`.
+    """
     at = (past.t.amax(1, keepdim=True) + dt).double().nan_to_num().numpy()
     u = np.maximum(at - last[:, None], 0) / gap[:, None]
     return np.where(is_regular[:, None] & (abs(u - np.round(u)) < SNAP), np.round(u), u)
 
 
 def filtered(level: NDArray[Any], u: NDArray[Any], known: NDArray[Any], columns: NDArray[Any]) -> tuple[Any, ...]:
-    """Return innovations (B, T, columns) of the Kalman filter, log determinants (B,), and the level at the end.
+    """Run the Kalman filter of "level plus white noise of variance 1" over each of several sequences.
 
-    Each of B problems has a level (decay, variance of the noise) and noise of variance 1. The level at the end has a
-    mean (B, columns) and a variance (B,).
+    There are B models of the level. The filter of model b is applied to all C sequences of times u[b].
+
+    Arguments:
+        level: decay time and noise variance of each level, as in :class:`Candidate`, (2, B).
+        u: times, (B, T).
+        known: True for values, False for padding, (B, T).
+        columns: the sequences, (B, T, C).
+
+    Returns:
+        A tuple of four arrays:
+
+        - the one-step prediction errors divided by their standard deviations, (B, T, C);
+        - the log determinant of the covariance matrix of a sequence, (B,);
+        - the mean of the level at the last time, (B, C), and its variance, (B,).
     """
     steps = np.diff(u, axis=1, prepend=u[:, :1])
     out, log, m = np.zeros(columns.shape), np.zeros(len(u)), np.zeros(columns[:, 0].shape)
@@ -263,17 +315,22 @@ def filtered(level: NDArray[Any], u: NDArray[Any], known: NDArray[Any], columns:
 
 
 def advance(level: NDArray[Any], step: Any, p: Any) -> tuple[Any, Any]:
-    """Return the coefficient of the level after a step, and its variance."""
+    """Return the factor by which a level decays over a time step, and the variance of the level after the step.
+
+    ``level`` holds the decay time and the noise variance; ``p`` is the variance of the level before the step.
+    """
     decay, noise = level
     a = np.exp(-step / decay)
     return a, a * a * p + np.where(np.isinf(decay), noise * step, noise * (1 - a * a))
 
 
 def design(u: NDArray[Any], seasons: list[float], span: NDArray[Any], is_evolving: bool) -> NDArray[Any]:
-    """Return a constant, a line, Fourier terms and these times functions of time, which are 0 at and after the end.
+    """Return the design matrix of the regression at times u (...), (..., coefficients); the last value is at u = 0.
 
-    The line ends after the last sample as slowly as it grew. A coefficient that changes is a Brownian motion back from
-    the end, by the first terms of its Karhunen-Loeve series.
+    Its columns are a constant, a damped line and Fourier terms. The line is linear for u < 0 and flattens for u > 0.
+    With ``is_evolving`` the coefficients of the slow Fourier terms change with time. Each is a Brownian motion that
+    starts at u = 0 and runs backwards in time, approximated by the first terms of its Karhunen-Loeve series. The terms
+    are further columns, which are 0 for u > 0.
     """
     frequency, rank = harmonics(seasons)
     line = np.where(u > 0, -span / 2 * np.expm1(-np.maximum(u, 0) / (span / 2)), u) / span
@@ -287,7 +344,7 @@ def design(u: NDArray[Any], seasons: list[float], span: NDArray[Any], is_evolvin
 
 
 def harmonics(seasons: list[float]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the frequencies of all seasons, each once, and their numbers within a season."""
+    """Return the frequencies j / period of all seasons, without duplicates, and the number j of each harmonic."""
     found: dict[float, int] = {}
     for period in seasons:
         for j in range(1, 1 + min(HARMONICS, int(period / 2 + 1e-6))):
@@ -295,8 +352,8 @@ def harmonics(seasons: list[float]) -> tuple[NDArray[Any], NDArray[Any]]:
     return np.array(list(found)), np.array(list(found.values()))
 
 
-def prior(kind: Candidate, seasons: list[float], is_evolving: bool) -> NDArray[Any]:
-    """Return the standard deviations of the coefficients of a design, over that of the noise."""
+def prior_deviations(kind: Candidate, seasons: list[float], is_evolving: bool) -> NDArray[Any]:
+    """Return the prior standard deviation of each coefficient of :func:`design`, divided by that of the noise."""
     rank = np.tile(harmonics(seasons)[1], 2)
     terms, flat = kind.season / np.maximum(rank, 1) ** 2, np.array([FLAT, FLAT * (kind.trend == "line")])
     slow = [kind.change * terms[rank <= EVOLVING]] * TERMS if is_evolving else []
@@ -304,19 +361,19 @@ def prior(kind: Candidate, seasons: list[float], is_evolving: bool) -> NDArray[A
 
 
 def fourier(u: NDArray[Any], frequency: NDArray[Any]) -> NDArray[Any]:
-    """Return sines and cosines of times, (..., 2 frequencies)."""
+    """Return the sines, then the cosines, of all frequencies at times u (...), (..., 2 * frequencies)."""
     angle = 2 * math.pi * u[..., None] * frequency
     return np.concatenate([np.sin(angle), np.cos(angle)], -1)
 
 
 def gaps_and_seasons(series: Series) -> tuple[list[float], list[list[float]]]:
-    """Return the usual gap of each channel, and its periods in usual gaps."""
+    """Return two lists: the typical gap of each channel, and the periods of its seasons in units of this gap."""
     gaps = [usual_gap(series, channel) for channel in range(series.x.shape[2])]
     return gaps, [seasons_of(series, channel, gap) for channel, gap in enumerate(gaps)]
 
 
 def seasons_of(series: Series, channel: int, gap: float) -> list[float]:
-    """Return the periods of a channel in usual gaps, from its longest series."""
+    """Return the periods of a channel's seasons in units of ``gap``, estimated from the longest series."""
     u, y, known, _, is_regular, _ = observed(series, channel, gap)
     rows = [row for row in np.argsort(-known.sum(1), kind="stable")[:8] if known[row].sum() >= LEAST]
     calendar = [each / series.unit / gap for each in CALENDAR] if series.unit else []
@@ -325,14 +382,21 @@ def seasons_of(series: Series, channel: int, gap: float) -> list[float]:
 
 
 def periods(parts: list[tuple[NDArray[Any], NDArray[Any]]], is_regular: bool, calendar: list[float]) -> list[float]:
-    """Return at most two periods of the seasons that series share, in the unit of their times.
+    """Return the periods of at most two seasons that all series share, in the unit of the times.
 
-    A season is Fourier terms. The rest is a line and an Ornstein-Uhlenbeck process, from white noise to a random walk.
-    A period is taken if it has the greatest likelihood by the Bayesian information criterion, and a greater one than
-    none. Candidates are the highest peaks of the spectrum, twice and three times their periods, and the periods of the
-    calendar, which are preferred if others are hardly likelier. If times are regular, the shortest of the calendar is
-    always taken, such as 12 of months: models give it the size 0 if it is none. Further periods are not shorter than
-    one of the calendar, and no multiple, unless the calendar has them.
+    The model has seasons as Fourier terms, a line, and an Ornstein-Uhlenbeck process as residuals (between white noise
+    and a random walk). The period with the largest penalised likelihood (Bayesian information criterion) is added if it
+    is clearly larger than without the period. Candidates are the periods of the highest peaks of the spectrum, their
+    doubles and triples, and the calendar's periods, which win unless another period is clearly more likely.
+
+    For regular times the shortest possible calendar period is always added, such as 12 months; models can set the size
+    of this season to 0. A further period must not be shorter than a calendar period that was added, nor a multiple of
+    it unless it is a calendar period itself.
+
+    Arguments:
+        parts: times and values of each series.
+        is_regular: whether all times are regular.
+        calendar: the calendar's periods.
     """
     parts = [(u[-SPECTRUM:], y[-SPECTRUM:]) for u, y in parts]
     if not parts:
@@ -370,7 +434,7 @@ def is_apart(period: float, other: float, calendar: list[float]) -> bool:
 
 
 def season_terms(u: NDArray[Any], period: float) -> NDArray[Any]:
-    """Return the sine and the cosine of each Fourier term of a season in turn."""
+    """Return sin, cos, sin, cos, ... of the harmonics of a season at times u (T,), (T, 2 * harmonics)."""
     count = min(int(period / 2 + 1e-6), 16, max(1, len(u) // 6))
     return np.stack(np.split(fourier(u, np.arange(1, count + 1) / period), 2, 1), -1).reshape(len(u), -1)
 
@@ -382,12 +446,16 @@ def line_and_seasons(u: NDArray[Any], found: list[float]) -> NDArray[Any]:
 def likelihood(
     parts: list[tuple[NDArray[Any], NDArray[Any]]], found: list[float], period: float | None, decay: float
 ) -> float:
-    """Return the likelihood with a period besides those found, of the best number of terms; None is no further one."""
+    """Return the penalised log likelihood of a model with the seasons ``found`` and one more season.
+
+    The number of Fourier terms of the new season is chosen to maximise the result. ``period`` is the period of the new
+    season; None adds no season. ``decay`` is the decay time of the residuals.
+    """
     total = np.zeros(1)
     for u, y in parts:
-        x, z = line_and_seasons(u, found), white(y[:, None], u, decay)[:, 0]
+        x, z = line_and_seasons(u, found), whitened(y[:, None], u, decay)[:, 0]
         fixed, x = x.shape[1], x if period is None else np.append(x, season_terms(u, period), 1)
-        q, r = np.linalg.qr(white(x, u, decay))
+        q, r = np.linalg.qr(whitened(x, u, decay))
         size = abs(np.diag(r))
         fitted = np.cumsum((q.T @ z) ** 2 * (size > 1e-7 * size.max()))[fixed - 1 :: 2]
         n, free = len(z), 2 * np.arange(len(fitted))
@@ -398,28 +466,32 @@ def likelihood(
 
 
 def peaks(u: NDArray[Any], y: NDArray[Any], found: list[float], decay: float, frequency: NDArray[Any]) -> NDArray[Any]:
-    """Return the frequencies of the five highest peaks of the spectrum of what the found periods leave."""
-    x, z = white(line_and_seasons(u, found), u, decay), white(y[:, None], u, decay)
+    """Fit seasons with the periods ``found``. Return the frequencies of the five highest spectral peaks of the rest."""
+    x, z = whitened(line_and_seasons(u, found), u, decay), whitened(y[:, None], u, decay)
     rest = z - x @ np.linalg.lstsq(x, z, rcond=1e-8)[0]
     power = lombscargle(u[1:], rest[:, 0], 2 * math.pi * frequency)
     places = find_peaks(np.pad(power, 1))[0] - 1
     return frequency[places[np.argsort(-power[places], kind="stable")[:5]]]
 
 
-def white(columns: NDArray[Any], u: NDArray[Any], decay: float) -> NDArray[Any]:
-    """Return the innovations of columns, if they are Ornstein-Uhlenbeck processes of variance 1."""
+def whitened(columns: NDArray[Any], u: NDArray[Any], decay: float) -> NDArray[Any]:
+    """Whiten columns (T, columns) that are Ornstein-Uhlenbeck processes of variance 1 with this decay time.
+
+    Each value but the first is replaced by its one-step prediction error, divided by the error's standard deviation.
+    """
     rho = np.exp(-np.diff(u) / decay)[:, None]
     innovation: NDArray[Any] = (columns[1:] - rho * columns[:-1]) / np.sqrt(-np.expm1(-2 * np.diff(u) / decay))[:, None]
     return innovation
 
 
 class StatsForecast:
-    """The median of statsforecast's models, fitted to each series alone; gaps are filled linearly.
+    """A model that forecasts the median of several models of statsforecast, which are fitted to each series separately.
 
-    With one season of at most 24 samples these are AutoETS, AutoTheta and MSTL. Without one there is no MSTL. With a
-    longer one, or two, it is MSTL alone. They see the last :data:`RECENT` samples. A series with fewer than
-    :data:`LEAST` values, or that is constant, has its last value. Of several pasts of one series, which are tests, each
-    is forecast by models that were fitted to a shorter one, which has at least half of its values.
+    Without a season the models are AutoETS and AutoTheta. With one season of at most 24 samples MSTL is added. With a
+    longer season, or two seasons, only MSTL is used. The models use the last :data:`RECENT` samples, and gaps are
+    filled by linear interpolation. A series that is constant or has fewer than :data:`LEAST` values is forecast by its
+    last value. In a backtest with several histories of one series, models are fitted to a history and reused for
+    histories of up to twice its length.
 
     Arguments:
         mean, std: the mean and the standard deviation of each channel in the user's units.
@@ -430,7 +502,7 @@ class StatsForecast:
 
     @staticmethod
     def admits(series: Series) -> bool:
-        """Return whether statsforecast is installed, and the series are regular, long and few enough."""
+        """Return whether statsforecast is installed, and the series are regular, long enough and not too many."""
         if importlib.util.find_spec("statsforecast") is None or int(series.lengths.sum()) * series.x.shape[2] > MOST:
             return False
         found = [observed(series, c, usual_gap(series, c)) for c in range(series.x.shape[2])]
@@ -461,7 +533,7 @@ class StatsForecast:
                 if len(whole) >= LEAST and np.ptp(whole) > 0:
                     count, models = fitted.get(ids[row], (0, []))
                     if 2 * count < len(whole):
-                        models = [model.fit(whole) for model in chosen(seasons, len(whole))]
+                        models = [model.fit(whole) for model in statsforecast_models_for(seasons, len(whole))]
                         fitted[ids[row]] = len(whole), models
                     steps = max(1, math.ceil(at[row].max()))
                     found = [model.forward(whole, steps, level=[SIGMA]) for model in models]
@@ -473,8 +545,8 @@ class StatsForecast:
         return mean, std
 
 
-def chosen(seasons: list[int], count: int) -> list[Any]:
-    """Return statsforecast's models for a series of seasons and a number of samples."""
+def statsforecast_models_for(seasons: list[int], count: int) -> list[Any]:
+    """Return unfitted models of statsforecast for a series of ``count`` samples and seasons of the given periods."""
     models = statsforecast_models()
     seasons = [season for season in seasons if 2 * season <= count]
     if len(seasons) > 1 or max(seasons, default=1) > 24:
@@ -491,7 +563,7 @@ def statsforecast_models() -> Any:
 
 
 class Mixture:
-    """The mean of several models' forecasts."""
+    """A model whose forecast distribution is a mixture of those of several models, with equal weights."""
 
     def __init__(self, models: Sequence[Any]) -> None:
         self.models = list(models)
@@ -506,16 +578,20 @@ class Mixture:
 
 
 def mixture(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the mean and the standard deviation of a mixture, from those of its parts."""
+    """Return the mean and the standard deviation of a mixture with equal weights.
+
+    ``found`` is a list with the mean and the standard deviation of each component.
+    """
     means, stds = (torch.stack(each) for each in zip(*found, strict=True))
     return means.mean(0), (stds.square().mean(0) + means.var(0, correction=0)).sqrt()
 
 
 def lagged(past: Series, dt: Tensor, channel: int, gap: float, seasons: list[float]) -> Tensor:
-    """Return values before the end and one period before the forecast, less the last value, (n, K, inputs).
+    """Return earlier values of a channel minus its last value, (n, K, inputs), interpolated linearly in time.
 
-    Values are interpolated in time. The first are at multiples of the usual gap before the end. For each season there
-    are the value one period before the end, the last value of the forecast's phase, and the mean of the last of them.
+    The first 8 inputs are the values 1, 2, ..., 8 typical gaps before the end of the history. Each season adds three
+    inputs: the value one period before the end, the last value that has the same phase as the forecast, and the mean of
+    the last four such values. There are K forecasts for each of n histories, ``dt`` (n, K) after the end.
     """
     found = np.full((*dt.shape, LAGS + 3 * len(seasons)), np.nan)
     ahead, t, x = (each.double().numpy() for each in (dt, past.t, past.x[..., channel]))

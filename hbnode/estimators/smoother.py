@@ -1,4 +1,4 @@
-"""Reconstruction of irregular series by noisy oscillators, in the conventions of scikit-learn."""
+"""Reconstruction of irregular series by a model of noisy oscillators, with the interface of scikit-learn."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from hbnode.nn.sequences import Sequences
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-WINDOW, WINDOWS = 48, 100  # most samples in a window of the fit, most windows
-FEW_SERIES = 10  # fewer have no shared mean, and longer windows
-SAMPLES = 2400  # in all windows of few series
-SIZES, SIZE = (2, 3, 4, 6), 3  # numbers of oscillators to choose from for few series, and for more
-BINS = 200  # of the shared mean
-FLOOR = 1e-3  # least standard deviation of the noise, in standard deviations of the data
-GAPS_PER_CYCLE, MOST_DAMPING = 4.0, 2.0  # a faster or stronger damped oscillator is noise at the samples
-NYQUIST = 2.0  # gaps per cycle of the fastest oscillator of few series, whose long windows tell a weakly damped one
-MOST_SPREAD = 30.0  # standard deviation of an oscillator, in standard deviations of the data
-FARTHEST = 15.0  # from the start to where the fit may take a logarithm
-PRIOR_STD, PRIOR_WEIGHT = 3.0, 0.02  # the weak normal prior of all logarithms
-OVERSHOOT = 0.1  # the range of the training values is widened by this share before means are clipped to it
-ROUNDING = 4 * np.finfo(np.float64).eps  # the most by which equal times differ, relative to them
-MOST_VALUES = 100_000  # most values that are smoothed at once
+WINDOW, WINDOWS = 48, 100  # maximum number of samples in a window of the fit; maximum number of windows
+FEW_SERIES = 10  # with fewer series there is no shared mean by default, and windows are longer
+SAMPLES = 2400  # number of samples in all windows if there are few series
+SIZES, SIZE = (2, 3, 4, 6), 3  # candidate numbers of oscillators for few series; number for more series
+BINS = 200  # number of bins of time for the shared mean
+FLOOR = 1e-3  # smallest standard deviation of the noise, in standard deviations of the data
+GAPS_PER_CYCLE, MOST_DAMPING = 4.0, 2.0  # limits of the fit: smallest number of median gaps per cycle; largest ζ
+NYQUIST = 2.0  # gaps per cycle of the fastest oscillator for few series, whose windows are long enough to identify it
+MOST_SPREAD = 30.0  # largest standard deviation of an oscillator, in standard deviations of the data
+FARTHEST = 15.0  # maximum distance of a fitted logarithm from its initial value
+PRIOR_STD, PRIOR_WEIGHT = 3.0, 0.02  # standard deviation and weight of the normal prior of all logarithms
+OVERSHOOT = 0.1  # means are clipped to the range of the training values, widened by this share
+ROUNDING = 4 * np.finfo(np.float64).eps  # relative difference up to which two times are equal
+MOST_VALUES = 100_000  # maximum number of values that are smoothed at once
 
 
 class Posterior(NamedTuple):
-    """The distribution of series given their samples, as arrays in the order of aeon.
+    """The distribution of series at K times, given their samples. As in aeon, channels come before times.
 
     Attributes:
-        mean: means of the signal (batch, channels, K) at K times.
-        std: standard deviations of the signal, (batch, channels, K); with ``noise=True`` those of observations.
-        paths: joint draws of the signal at all times, (paths, batch, channels, K); None for ``paths=0``.
+        mean: means of the signal, (batch, channels, K).
+        std: standard deviations of the signal, or of observations with ``noise=True``, (batch, channels, K).
+        paths: random paths of the signal at all times, (paths, batch, channels, K); None with ``paths=0``.
     """
 
     mean: NDArray[Any]
@@ -59,11 +59,12 @@ class Posterior(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The observed values of each series and channel, scaled, with padding at the end; R = batch · channels rows.
+    """Standardised values as R = batch · channels sequences, one for each channel of each series, padded at the end.
 
     Attributes:
-        x, t: values and times (R, n).
-        seen: which are not padding, (R, n).
+        x: values, (R, n).
+        t: times, (R, n).
+        seen: True for observed values, False for padding, (R, n).
     """
 
     x: Tensor
@@ -78,49 +79,50 @@ class _Rows(NamedTuple):
 
 
 class OscillatorSmoother(BaseEstimator):
-    r"""Fills gaps of irregular, noisy series with the posterior mean of oscillators that are fitted to all series.
+    r"""An estimator that reconstructs irregular, noisy series by the posterior mean of oscillators.
 
-    A value of series i at time t is μ(t) + a_i Σ_p σ_p y_p(t) + a_i ε, with Var y_p = 1 and independent ε ~ N(0, s²).
-    Each y_p is an oscillator that is driven by white noise, y'' + 2ζωy' + ω²y = noise. All series and channels share
-    ω, ζ, σ and s. They are fitted to the exact likelihood (:class:`hbnode.nn.Oscillators` with ``noise=True``), which
-    needs no regular times. The channels of a series are taken as independent. Channels are standardised first.
+    The oscillators are fitted to all series. A value of series i at time t is μ(t) + a_i Σ_p σ_p y_p(t) + a_i ε, with
+    Var y_p = 1 and independent noise ε ~ N(0, s²). Each y_p is an oscillator that is driven by white noise,
+    y'' + 2ζωy' + ω²y = noise. Each channel is standardised, and channels are modelled as independent. All series and
+    channels share ω, ζ, σ and s. They are fitted by the exact likelihood (:class:`hbnode.nn.Oscillators` with
+    ``noise=True``), which allows irregular times.
 
     With ``student=True`` the variance a_i² of each series has an inverse gamma distribution, which is integrated out.
-    The likelihood is then a multivariate t distribution, and the bands of a series widen with its own errors.
+    The likelihood is then a multivariate t distribution, and a series with larger errors has wider bands.
 
-    The oscillators are limited to one cycle in four median gaps and to ζ < 2 in the fit. A faster oscillator could not
-    be distinguished from noise. Fewer than ten series are fitted in longer windows, with up to one cycle in two gaps.
-    The first oscillators are then a slow one, a rough one, and sines at the peaks of the spectrum.
+    In the fit, an oscillator has at most one cycle in four median gaps, and ζ < 2. A faster oscillator could not be
+    distinguished from noise. Fewer than ten series are fitted in longer windows, with up to one cycle in two gaps. The
+    initial oscillators are then a slow one, a strongly damped one, and sines at the peaks of the spectrum.
 
-    The posterior mean is smooth: for rough series it lacks details that a classifier uses, although its errors are
-    small. ``keep_observed=True`` therefore restores the observed values. Choose between reconstructions by the accuracy
-    of the classifier, never by their errors.
+    The posterior mean is smooth. Its errors are small, but for rough series it lacks details that help a classifier.
+    Therefore ``keep_observed=True`` keeps the observed values. Compare reconstructions for a classifier by its
+    accuracy, not by their errors.
 
-    All bands take μ(t) and the fitted numbers as known, but are wider by √(n / (n - k)) if k numbers are fitted to n
-    values, as in a regression. The mean of N series has 1/N of their variance, and a mean that is fitted to a few
-    series follows them everywhere. So ``mean="auto"`` shares a mean among ten series or more, where its error would
-    widen bands by 5 % or less.
+    Bands do not include the uncertainty of μ(t) and of the fitted parameters. Instead they are widened by
+    √(n / (n - k)) for k parameters and n values, as in a regression. The variance of a mean of N series is 1/N of
+    theirs, and a mean that is fitted to few series follows each of them. ``mean="auto"`` therefore uses a shared mean
+    only for ten series or more; its error would then widen bands by 5 % or less.
 
     References:
         Shah, Wilson and Ghahramani, Student-t Processes as Alternatives to Gaussian Processes, AISTATS 2014;
         Foreman-Mackey et al., Fast and Scalable Gaussian Process Modeling, AJ 154 (2017) (the oscillator as a kernel).
 
     Arguments:
-        num_oscillators: P. None is 3, or for fewer than ten series one of 2, 3, 4 and 6, by Schwarz's criterion (BIC).
+        num_oscillators: P. None is 3. With fewer than ten series, None is the best of 2, 3, 4 and 6 by Schwarz's
+            criterion (BIC). Default: ``None``
+        mean: ``"shared"`` for a mean μ(t) over all series, if t = 0 has the same meaning in all series, as for days or
+            spectra. ``"constant"`` for the mean of all values of a channel. ``"auto"`` is ``"shared"`` for a channel if
+            ten series or more cover a time on average, otherwise ``"constant"``. Default: ``"auto"``
+        keep_observed: whether the mean at the time of an observed value is this value. Default: ``True``
+        student: whether each series has a separate variance a². Default: ``True``
+        max_iter: maximum number of iterations of L-BFGS. Default: ``50``
+        random_state: seed for the windows of the fit and for paths. The fit uses at most 100 windows of 48 samples.
+            With fewer than ten series it uses one window of each series, with 2,400 samples in total.
             Default: ``None``
-        mean: ``"shared"`` for a mean μ(t) over all series, if they have one clock, such as days or spectra.
-            ``"constant"`` for the mean of all values of a channel. ``"auto"`` is ``"shared"`` for the channels of which
-            ten series or more are under way at a time, on average, and else ``"constant"``. Default: ``"auto"``
-        keep_observed: whether means at times with an observed value are that value. Default: ``True``
-        student: whether each series has a variance of its own. Default: ``True``
-        max_iter: iterations of L-BFGS. Default: ``50``
-        random_state: seed for the windows of the fit and for paths. There are at most 100 windows of 48 samples, or for
-            fewer than ten series one of each, with 2,400 samples in all. Default: ``None``
 
-    A channel whose training values are all equal, or are one value, is taken as constant, and the mean of one without
-    any is NaN. All of these have infinite standard deviations, because the data show no spread. Times count from
-    ``unit`` and ``origin`` as in the training data. Other series are refused. With a shared mean, so are dates with a
-    time zone if those of the training data have none, or the reverse.
+    A channel whose training values are all equal has a constant mean. A channel without training values has the mean
+    NaN. Both have infinite standard deviations. New series must have the ``unit`` and ``origin`` of the training
+    series. With a shared mean, their dates must have a time zone if and only if the training dates have one.
 
     Attributes:
         is_shared_: which channels have a shared mean, (channels,).
@@ -159,7 +161,7 @@ class OscillatorSmoother(BaseEstimator):
         Arguments:
             series: a :class:`hbnode.data.Series`, a list of (t, x) with t (n,) and x (n,) or (n, channels), or an array
                 (batch, channels, T); NaN is missing. See :func:`hbnode.data.as_series`.
-            y: ignored; for pipelines. Default: ``None``
+            y: ignored. Default: ``None``
 
         Raises:
             ValueError: if ``mean`` is unknown, or the series have fewer than two observed values.
@@ -222,7 +224,7 @@ class OscillatorSmoother(BaseEstimator):
             return _log_density(_kalman(*rest), windows, log_excess if self.student else None).sum()
 
         least, fitted = math.inf, omega.new_empty(3, 0)
-        for size in sizes:  # the oscillators of one size are where those of the next start
+        for size in sizes:  # the fit of one size gives initial values of the next
             spread = torch.full_like(omega, 0.5 * math.log(variance / size) - 1.5 * (fitted.shape[1] > 0))
             added = torch.stack([omega, zeta, spread])[:, fitted.shape[1] : size]
             start = torch.cat([torch.cat([fitted, added], 1).flatten(), noise])
@@ -274,25 +276,24 @@ class OscillatorSmoother(BaseEstimator):
     def posterior(self, series: Any, grid: Any, paths: int = 0, noise: bool = False) -> Posterior:
         """Return the distribution of the signal of each series at given times.
 
-        The signal has no observation noise. Intervals for observed values need ``noise=True``.
+        The signal does not include the observation noise. For intervals of observed values use ``noise=True``.
 
         Arguments:
             series: as in :meth:`fit`, with the channels of the training data.
-            grid: times (K,) for all series, or (batch, K); dates for series of dates.
-            paths: number of joint draws. Default: ``0``
-            noise: whether ``std`` is that of observations, which adds the observation noise. Paths are of the signal
-                in any case. Default: ``False``
+            grid: times (K,) for all series, or (batch, K); dates if the times of the series are dates.
+            paths: number of random paths. Default: ``0``
+            noise: whether ``std`` includes the observation noise. Paths never include it. Default: ``False``
 
         Returns:
-            A :class:`Posterior` with the mean, the standard deviation and the paths, (batch, channels, K) each. With
-            ``keep_observed`` means at times with an observed value are that value. Means are clipped to the range of
-            the training data, widened by a tenth.
+            A :class:`Posterior` with means, standard deviations and paths. Means are clipped to the range of the
+            training data, widened by a tenth. With ``keep_observed``, means at the times of observed values are these
+            values.
         """
         check_is_fitted(self)
         data = self._checked(series)
         at = self._times(data, grid)
         mean, std, error = self._smoothed(data, at)
-        drawn = self._drawn(data, at, mean, as_count(paths, "paths")).numpy() if paths else None
+        drawn = self._paths(data, at, mean, as_count(paths, "paths")).numpy() if paths else None
         means = self._clipped(mean)
         if self.keep_observed:
             means = _with_observed(means, at, data)
@@ -302,7 +303,7 @@ class OscillatorSmoother(BaseEstimator):
     def reconstruct(self, series: Any, grid: Any) -> NDArray[Any]:
         """Return the means of :meth:`posterior`, (batch, channels, K).
 
-        ``hbnode.features.RocketFeatures(reconstruction=smoother)`` computes features of them.
+        The features of these means are computed by ``hbnode.features.RocketFeatures(reconstruction=smoother)``.
 
         Arguments:
             series: as in :meth:`fit`, with the channels of the training data.
@@ -313,11 +314,13 @@ class OscillatorSmoother(BaseEstimator):
     def forecast(self, series: Any, at: Any) -> Gaussian:
         """Return the distribution of observations at given times, (batch, K, channels), as tensors.
 
-        Unlike :meth:`posterior`, it has the observation noise, and its means are neither clipped nor replaced.
+        Unlike in :meth:`posterior`, standard deviations include the observation noise, and means are neither clipped
+        nor replaced by observed values.
 
         Arguments:
             series: as in :meth:`fit`, with the channels of the training data.
-            at: times (K,) for all series, or (batch, K), also after the last sample; dates for series of dates.
+            at: times (K,) for all series, or (batch, K), which may lie after the last sample; dates if the times of
+                the series are dates.
         """
         check_is_fitted(self)
         data = self._checked(series)
@@ -326,7 +329,7 @@ class OscillatorSmoother(BaseEstimator):
         return Gaussian(mean.transpose(1, 2), torch.hypot(std, error).transpose(1, 2))
 
     def impute(self, series: Any, causal: bool = False) -> Any:
-        """Return the series with means of the posterior for missing values, in the form that was given.
+        """Return the series in the same form, with missing values replaced by posterior means.
 
         An array (batch, channels, T) or (batch, T) remains an array, in which padding stays NaN. A list of (t, x)
         remains a list, sorted by time. Any other form gives a :class:`hbnode.data.Series`. With ``keep_observed=False``
@@ -334,8 +337,8 @@ class OscillatorSmoother(BaseEstimator):
 
         Arguments:
             series: as in :meth:`fit`, with the channels of the training data.
-            causal: whether a mean is that given the samples up to its time alone, from the filter. It is then what
-                would be known at that time, for tests of forecasts and rules that act on the past. Default: ``False``
+            causal: whether each mean uses only the samples up to its time. Use this to test forecasts and decision
+                rules that must not use the future. Default: ``False``
         """
         check_is_fitted(self)
         data = self._checked(series)
@@ -357,7 +360,11 @@ class OscillatorSmoother(BaseEstimator):
     # Data
 
     def _checked(self, series: Any) -> Series:
-        """Return series with the unit and the origin of fit; with a constant mean any origin will do."""
+        """Convert data to series, with the channels of the training series.
+
+        Raise ValueError if the unit of time differs from that in :meth:`fit`. With a shared mean, which depends on
+        absolute times, also raise ValueError if the origin differs.
+        """
         data, is_shared = aligned(as_series(series), self.features_), bool(self.is_shared_.any())
         unit, origin = self.clock_
         is_same = data.origin == origin if is_shared else (data.origin is None) == (origin is None)
@@ -376,25 +383,25 @@ class OscillatorSmoother(BaseEstimator):
         return at.expand(len(data), -1)
 
     def _mean_at(self, t: NDArray[Any]) -> NDArray[Any]:
-        """Return μ (batch, channels, K) at times t (batch, K), in units of the data."""
+        """Return the mean function μ at times t (batch, K), in units of the data, (batch, channels, K)."""
         shared = np.stack([np.interp(t, self.mean_times_, values) for values in self.mean_values_], 1)
         return np.asarray(self.level_[:, None] + self.scale_[:, None] * shared)
 
     def _clipped(self, means: Tensor) -> Tensor:
-        """Return means (batch, channels, K) in the range of the training values, widened."""
+        """Clip means (batch, channels, K) to the range of the training values, widened by a tenth at both ends."""
         low, high = torch.from_numpy(self.range_).unsqueeze(-1)
         widened = OVERSHOOT * (high - low)
         return means.clamp(low - widened, high + widened)
 
     def _all_rows(self, data: Series) -> _Rows:
-        """Return all values of all series and channels, minus the mean and divided by the scale; 0 where unobserved."""
+        """Return the standardised values of all samples, one sequence per series and channel; missing values are 0."""
         level, scale = torch.from_numpy(self._mean_at(data.t.numpy())), torch.from_numpy(self.scale_).unsqueeze(1)
         x = ((data.x.transpose(1, 2) - level) / scale).flatten(0, 1)
         seen = (data.mask & torch.from_numpy(np.isfinite(self.level_))).transpose(1, 2).flatten(0, 1)
         return _Rows(torch.where(seen, x, 0.0), data.t.double().repeat_interleave(data.x.shape[-1], 0), seen)
 
     def _rows(self, data: Series) -> _Rows:
-        """Return the observed values of all series and channels, minus the mean and divided by the scale."""
+        """Return the standardised values without missing values, one sequence per series and channel."""
         rows = self._all_rows(data)
         order = (~rows.seen).byte().argsort(dim=1, stable=True)[:, : max(1, int(rows.seen.sum(1).max()))]
         x, t, seen = (z.gather(1, order) for z in rows)
@@ -404,9 +411,11 @@ class OscillatorSmoother(BaseEstimator):
     # Fit
 
     def _fit_mean(self, data: Series) -> None:
-        """Fit μ(t): a critically damped oscillator (Matern 3/2) through the means of all series in bins of time.
+        """Fit the mean function μ(t) of all series.
 
-        The mean of a bin has the variance within bins divided by the number of its values as known noise.
+        The values of all series are averaged in bins of time. A Gaussian process (Matern 3/2) is fitted to the
+        averages. The noise variance of an average is the variance within bins divided by the number of values in the
+        bin.
         """
         seen = data.mask.numpy() & self.is_shared_
         times = data.t.numpy()[seen.any(2)]
@@ -424,7 +433,7 @@ class OscillatorSmoother(BaseEstimator):
             known = count > 0
             process = GaussianProcessRegressor(kernel, alpha=np.maximum(within / count[known], FLOOR**2))
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The optimal value found|lbfgs")  # flat likelihoods are no fault
+                warnings.filterwarnings("ignore", "The optimal value found|lbfgs")  # harmless for flat likelihoods
                 process.fit(centres[known, None], means[known])
             self.mean_values_[i] = process.predict(centres[:, None])
 
@@ -432,7 +441,10 @@ class OscillatorSmoother(BaseEstimator):
 
     @torch.no_grad()
     def _smoothed(self, data: Series, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return means and standard deviations of the signal, and those of its noise, (batch, channels, K) each."""
+        """Return the posterior mean and standard deviation of the signal at times ``at`` (batch, K), in data units.
+
+        The third result is the standard deviation of the observation noise. All have the shape (batch, channels, K).
+        """
         layer, rows = self.layer_, self._rows(data)
         found = [layer.smooth(each.x.unsqueeze(-1), each.t, each.seen, at=times) for each, times in _parts(rows, at, 1)]
         mean, std = (torch.cat([getattr(z, name) for z in found]).squeeze(-1) for name in ("mean", "std"))
@@ -443,20 +455,23 @@ class OscillatorSmoother(BaseEstimator):
         return self._in_units(mean, at), std, noise
 
     def _in_units(self, z: Tensor, at: Tensor) -> Tensor:
-        """Return scaled values (..., batch · channels, K) in units of the data, (..., batch, channels, K)."""
+        """Convert standardised values (..., batch · channels, K) to units of the data, (..., batch, channels, K)."""
         scaled = torch.from_numpy(self.scale_).unsqueeze(1) * z.unflatten(-2, (len(at), -1))
         return torch.from_numpy(self._mean_at(at.numpy())) + scaled
 
     @torch.no_grad()
     def _filtered(self, data: Series) -> Tensor:
-        """Return the mean of the signal at each time given the samples up to it, (batch, channels, T)."""
+        """Return the mean of the signal at each sample, given the samples up to this one, (batch, channels, T)."""
         layer, parts = self.layer_, _parts(self._all_rows(data), data.t.double(), 1)
         z = torch.cat([layer.filter(each.x.unsqueeze(-1), each.t, mask=each.seen).after.mean for each, _ in parts])
         return self._clipped(self._in_units(z.squeeze(-1), data.t))
 
     @torch.no_grad()
-    def _drawn(self, data: Series, at: Tensor, mean: Tensor, paths: int) -> Tensor:
-        """Return draws of the signal with a mean, (paths, batch, channels, K)."""
+    def _paths(self, data: Series, at: Tensor, mean: Tensor, paths: int) -> Tensor:
+        """Return random paths of the signal from its posterior, (paths, batch, channels, K).
+
+        ``mean`` (batch, channels, K) is the posterior mean at the times ``at`` (batch, K).
+        """
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         generator, layer, rows = torch.Generator().manual_seed(seed), self.layer_, self._rows(data)
         drawn = [
@@ -469,7 +484,10 @@ class OscillatorSmoother(BaseEstimator):
 
     @torch.no_grad()
     def _spread(self, rows: _Rows) -> Tensor:
-        """Return the factor of the standard deviations of each row, (R,): a, or 1 without ``student``, widened."""
+        """Return the factor for the standard deviations of each sequence, (R,).
+
+        It is ``widening_``, multiplied by an estimate of a_i if ``student=True``.
+        """
         if not self.student:
             return torch.full((len(rows.x),), self.widening_, dtype=torch.float64)
         count, square, _ = _statistics(self.layer_._kalman_filter(), rows)
@@ -478,21 +496,31 @@ class OscillatorSmoother(BaseEstimator):
 
 
 def _kalman(log_omega: Tensor, log_zeta: Tensor, log_spread: Tensor, log_noise: Tensor) -> KalmanFilter:
-    """Return the filter of a sum of displacements with frequencies ω, damping ratios ζ and stationary deviations σ."""
+    """Return the Kalman filter of a sum of oscillators, given log ω, log ζ and log σ of each, and log s of the noise.
+
+    σ is the standard deviation of an oscillator, s that of the observation noise.
+    """
     omega = log_omega.exp()
     c = torch.cat([torch.zeros_like(omega), torch.ones_like(omega)]).unsqueeze(0)
     return KalmanFilter(torch.stack([2 * log_zeta.exp() * omega, omega.square()]), c, log_spread, log_noise)
 
 
 def _statistics(kalman: KalmanFilter, rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each row the number n of values, xᵀS⁻¹x and ½ log det S, with the covariance S of the values x."""
+    """Return three terms of the log density of each sequence x with covariance matrix S, (R,) each.
+
+    They are the number of values in x, xᵀS⁻¹x, and ½ log det S.
+    """
     blocks, found = kalman.run(rows.sequences())
     logs = found.factor.diagonal(dim1=-2, dim2=-1).log()
     return blocks.seen.sum((0, 2)), found.white.square().sum((0, 2, 3)), logs.sum((0, 2))
 
 
 def _log_density(kalman: KalmanFilter, rows: _Rows, log_excess: Tensor | None) -> Tensor:
-    """Return the log density of each row, normal, or multivariate t with ν = 2 + e^{log_excess} degrees of freedom."""
+    """Return the log density of each sequence, (R,).
+
+    The distribution is normal if ``log_excess`` is None, otherwise multivariate t with ν = 2 + e^{log_excess} degrees
+    of freedom.
+    """
     n, square, logs = _statistics(kalman, rows)
     if log_excess is None:
         return -0.5 * square - logs - 0.5 * n * math.log(2 * math.pi)
@@ -504,9 +532,10 @@ def _log_density(kalman: KalmanFilter, rows: _Rows, log_excess: Tensor | None) -
 def _maximised(
     log_density: Callable[[Tensor], Tensor], start: Tensor, count: int, iterations: int, few: bool = False
 ) -> Tensor:
-    """Return the maximum of a log density of ``count`` values, times the weak prior of all logarithms.
+    """Return the parameters that maximise a log density plus the log of a weak normal prior around ``start``.
 
-    The prior of few series is as strong as one value, because a sine needs a damping ratio far from the start.
+    ``count`` is the number of values in the log density. For few series (``few=True``) the prior has the weight of one
+    value, because a single sine needs a damping ratio far from the initial one.
     """
     weight, tolerance = (1 / count, 1e-7) if few else (PRIOR_WEIGHT, 1e-5)
 
@@ -531,29 +560,35 @@ def _maximised(
 
 
 def _below(most: float, value: Tensor) -> Tensor:
-    """Return a smooth, increasing function of a value that stays below ``most`` and is nearly the value far below."""
+    """Return a smooth version of min(value, most) that stays below ``most``."""
     return most - torch.nn.functional.softplus(most - value)
 
 
 def _at_once(data: Series) -> NDArray[Any]:
-    """Return how many series have begun and not yet ended, on average over all times, for each channel."""
+    """Return the number of series that overlap at a time, averaged over all times, for each channel, (channels,)."""
     t = data.t.double().unsqueeze(-1)
     first, last = torch.where(data.mask, t, torch.inf).amin(1), torch.where(data.mask, t, -torch.inf).amax(1)
     return ((last - first).clamp(min=0.0).sum(0) / (last.amax(0) - first.amin(0))).nan_to_num().numpy()
 
 
 def _starts(rows: _Rows, gap: float, most: float, size: int) -> tuple[Tensor, Tensor]:
-    """Return log ω and log ζ of the first oscillators: a slow one, a rough one, and the peaks of a spectrum.
+    """Return initial values of log ω and log ζ, (size,) each: one slow, one strongly damped, others at spectral peaks.
 
-    The peaks are found one after another. A line and the sines of the peaks before are fitted by least squares and
-    subtracted. The width of a peak is that of a sine in the span.
+    Peaks are found one at a time: a line and the sines of the previous peaks are fitted by least squares and
+    subtracted. The damping ratio of a peak gives it the spectral width of an undamped sine of the same duration.
+
+    Arguments:
+        rows: the sequences.
+        gap: the median time between samples.
+        most: the largest log ω.
+        size: number of oscillators.
     """
     t, seen = rows.t - rows.t[:, :1], rows.seen.to(rows.x.dtype)
     span = float(t[:, -1].max()) or gap
     cycles = min(max(math.exp(most) * span / (2 * math.pi), 2.0), 4.0 * int(seen.sum()))
-    cells = math.ceil(16 * cycles)  # eight in the fastest cycle
+    cells = math.ceil(16 * cycles)  # number of cells of the regular grid
     index = (t / span * cells).round().long()
-    number = torch.arange(math.ceil(4 * cycles), dtype=t.dtype)  # of quarters of a cycle
+    number = torch.arange(math.ceil(4 * cycles), dtype=t.dtype)  # frequencies in quarters of a cycle per span
     basis, is_free, found = torch.stack([seen, seen * t / span], -1), number > 5, []
     for _ in range(size):
         x = rows.x - (basis @ torch.linalg.lstsq(basis, rows.x.unsqueeze(-1), driver="gelsd").solution).squeeze(-1)
@@ -572,7 +607,10 @@ def _starts(rows: _Rows, gap: float, most: float, size: int) -> tuple[Tensor, Te
 
 
 def _windows(rows: _Rows, rng: Any, few: bool) -> _Rows:
-    """Return windows of rows, drawn at random if there are many; one for each row of few series."""
+    """Return windows of successive samples, at random positions in the sequences.
+
+    For few series there are as many windows as sequences, and they are longer.
+    """
     counts = rows.seen.sum(1).tolist()
     number = sum(count > 0 for count in counts) if few else WINDOWS
     length = max(WINDOW, SAMPLES // number) if few else WINDOW
@@ -586,7 +624,10 @@ def _windows(rows: _Rows, rng: Any, few: bool) -> _Rows:
 
 
 def _parts(rows: _Rows, at: Tensor, copies: int) -> Iterator[tuple[_Rows, Tensor]]:
-    """Yield rows with their times, few enough to be smoothed at once."""
+    """Yield pairs of a chunk of the sequences and its times from ``at`` (batch, K), small enough for the memory.
+
+    ``copies`` is the number of results that are computed for each sequence.
+    """
     at = at.repeat_interleave(len(rows.x) // len(at), 0)
     size = max(1, MOST_VALUES // ((rows.x.shape[1] + at.shape[1]) * copies))
     for k in range(0, len(at), size):
@@ -594,11 +635,11 @@ def _parts(rows: _Rows, at: Tensor, copies: int) -> Iterator[tuple[_Rows, Tensor
 
 
 def _with_observed(mean: Tensor, at: Tensor, data: Series) -> Tensor:
-    """Return means (batch, channels, K) with observed values at the times of these."""
+    """Return means (batch, channels, K) at times ``at`` (batch, K); observed values replace means where they exist."""
     t, seen = data.t.double().unsqueeze(1), data.mask.transpose(1, 2)
     steps = torch.arange(t.shape[-1]).expand(seen.shape)
-    last = torch.where(seen, steps, -1).cummax(-1).values  # the last observed sample up to each sample
-    rounding = 1e-9 * (t[..., -1] - t[..., 0]) + ROUNDING * t.abs().amax(-1)  # (batch, 1)
+    last = torch.where(seen, steps, -1).cummax(-1).values  # index of the last observed sample up to each sample
+    rounding = 1e-9 * (t[..., -1] - t[..., 0]) + ROUNDING * t.abs().amax(-1)  # shape (batch, 1)
     before = torch.searchsorted(data.t.double().contiguous(), at + rounding, right=True) - 1
     index = last.gather(-1, before.clamp(min=0).unsqueeze(1).expand(-1, last.shape[1], -1))
     times, values = (z.expand(seen.shape).gather(-1, index.clamp(min=0)) for z in (t, data.x.transpose(1, 2).double()))

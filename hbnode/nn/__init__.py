@@ -37,7 +37,7 @@ from hbnode.nn.selective import SelectiveOscillators as _SelectiveOscillators  #
 from hbnode.nn.transformer import MomentumTransformer, MomentumTransformerDecoderLayer, MomentumTransformerLayer
 from hbnode.solve.term import SolveDropout
 
-# the functions of these names, in place of the modules that define them
+# these two names are functions of the package, not the modules that define the functions
 heavy_ball_memory, momentum_attention = functional.heavy_ball_memory, functional.momentum_attention
 
 __all__ = [
@@ -52,7 +52,7 @@ __all__ = [
     "LatentSDE",
     "LatentPrediction",
     "ELBO",
-    # recurrent layers with momentum, and their cells
+    # recurrent layers with momentum, and cells of these layers
     "MomentumRNN",
     "MomentumLSTM",
     "MomentumGRU",

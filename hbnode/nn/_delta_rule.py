@@ -1,18 +1,21 @@
-"""The chunked delta rule of the heavy-ball memory: its reference, and a fused form with a hand-written VJP.
+"""The chunked delta rule of the heavy-ball memory: a reference implementation, and a fused one with its own VJP.
 
-A training step is 1.8 times as fast as with the reference (benchmarks/attention.py, table *forms*). :func:`reference`
-computes the recurrence of :func:`hbnode.nn.functional.heavy_ball_memory` chunk by chunk and defines the matrices Q, K,
-V, K̃, p, G, T, E and O. The fused implementation stacks S and P as one state matrix (parts D, M). The number of parts
-is 2, or 1 without momentum. In shapes, D and M are the numbers of features of a key and of a value, and rows is
-batch * heads. For each chunk of C steps the fused implementation computes
+:func:`reference` computes the recurrence of :func:`hbnode.nn.functional.heavy_ball_memory` chunk by chunk. Its
+docstring defines the matrices Q, K, V, K̃, p, G, T, E and O. The fused implementation computes the same values. A
+training step with it is 1.8 times as fast (benchmarks/attention.py, table *forms*).
 
-* the *decay mask*: after step r, S and P are weighted sums of [S, P, e_0, ..., e_{C-1}], with the weights g_r and l_r,
-* Q and p, stacked to R = 2 C rows (C without a delta rule), and their products with K̃ᵀ, from which weights g_r give
-  the scores G ∘ Q K̃ᵀ, and the weights of the step before give T,
-* q̄ and p̄ (parts D columns), which are Q and p times the weights of each part of the state, and K̄, which is K̃ times
-  the weights in the last row of the decay mask.
+The fused implementation stacks S and P as one state matrix of shape (parts D, M), with parts = 2, or parts = 1 without
+momentum. In shapes, D is the number of features of a key, M is that of a value, and rows is batch * heads. For each
+chunk of C steps the fused implementation computes
 
-With carry, the weights of the old state in the last row, the results are::
+* the *decay mask*. It holds weights g_r and l_r: after step r, S and P are the sums of [S, P, e_0, ..., e_{C-1}] with
+  these weights, where S and P in the brackets are their values before the chunk.
+* Q and p, stacked to R = 2 C rows (C rows without a delta rule), and the product of this matrix with K̃ᵀ. The rows of
+  Q, times the weights g_r, give the scores G ∘ Q K̃ᵀ. The rows of p, times the weights g_{r-1}, give T.
+* q̄ and p̄, with parts D columns: Q and p times the weights of each part of the state.
+* K̄, with parts D columns: K̃ times the weights in the last row of the decay mask.
+
+Let carry denote the weights of the old state in the last row of the decay mask. The results are::
 
     E = (I + T)⁻¹ (V - p̄ state),   O = scores E + q̄ state,   state' = carry state + K̄ᵀ E
 
@@ -30,8 +33,8 @@ from torch.nn.functional import pad
 
 from hbnode._torch import fast_form
 
-BLOCK = 8  # rows of the decay mask that are computed sequentially; C is a multiple of it
-CHUNKS_AT_ONCE = 32  # chunks, over all heads, that a CPU computes together: few, so that their matrices fit its cache
+BLOCK = 8  # number of rows of the decay mask that are computed sequentially; C is a multiple of BLOCK
+CHUNKS_AT_ONCE = 32  # number of chunks, over all heads, that a CPU computes together, so that they fit its cache
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]
 
@@ -39,18 +42,19 @@ Outputs = tuple[Tensor, Tensor, Tensor | None]
 def reference(options: tuple[Any, int], q: Tensor, k: Tensor, v: Tensor, *gates_and_state: Tensor | None) -> Outputs:
     """Compute the recurrence chunk by chunk in differentiable torch operations.
 
-    A chunk has C steps with the rows of Q, K, V (queries, keys, values), p and E of the recurrence, and outputs O. Its
-    gates are α, μ, s and η, and K̃ has the rows η k. Lα[r, c] is the product of α_i over c < i ≤ r, and ā[r] is that
-    over i ≤ r. Lμ and m̄ are the same products of μ. G₋, ā₋ and f₋ are G, ā and f of the previous row; for the first
-    row they are 0, 1 and 0. The state is S and P before the chunk, and S' and P' after it::
+    A chunk has C steps. Row r of the matrices Q, K, V, p, E and O holds the query, key, value, p, e and output of step
+    r of the chunk. The gates of a step are α, μ, s and η, and K̃ has the rows η k. Lα[r, c] is the product of α_i over
+    c < i ≤ r, and ā[r] is the product of α_i over i ≤ r. Lμ and m̄ are the same products of μ_i. The rows of G₋, ā₋ and
+    f₋ are the previous rows of G, ā and f; their first rows are 0, 1 and 0. S and P are the state before the chunk, and
+    S' and P' are the state after the chunk::
 
-        G = Lα diag(s) Lμ,   f = Lα (s ∘ m̄)                    sums of products of gates: no cancellation
+        G = Lα diag(s) Lμ,   f = Lα (s ∘ m̄)                    sums of products of gates >= 0: no cancellation
         T = G₋ ∘ p K̃ᵀ,   E = (I + T)⁻¹ (V − ā₋ p S − f₋ p P)    the UT transform
         O = (G ∘ Q K̃ᵀ) E + ā Q S + f Q P
         S' = ā_C S + f_C P + K̃ᵀ diag(G_C) E,   P' = m̄_C P + K̃ᵀ diag(Lμ_C) E
 
-    The arguments after v are log μ, log α, s and η, each (batch, heads, length) or None, and the initial S and P. The
-    options are ``delta`` and ``chunk_size``.
+    The arguments after ``v`` are log μ, log α, s and η, each (batch, heads, length) or None, and the initial S and P.
+    ``options`` is the pair of ``delta`` and ``chunk_size``.
     """
     log_momentum, log_decay, step, write, s, p = gates_and_state
     assert s is not None
@@ -61,7 +65,7 @@ def reference(options: tuple[Any, int], q: Tensor, k: Tensor, v: Tensor, *gates_
 
     def chunks(x: Tensor) -> Tensor:
         """Split (batch, heads, length, n) into (batch, heads, chunks, C, n), padded with zeros."""
-        # contiguous for graphs with dynamic shapes
+        # graphs with dynamic shapes need a contiguous tensor
         return pad(x.to(s.dtype).contiguous(), (0, 0, 0, -length % size)).unflatten(2, (-1, size))
 
     k_tilde = k if write is None else write.unsqueeze(-1) * k
@@ -84,7 +88,7 @@ def reference(options: tuple[Any, int], q: Tensor, k: Tensor, v: Tensor, *gates_
         solved = torch.linalg.solve_triangular(t, torch.cat([v, p_bar], -1), upper=False, unitriangular=True)
         v, k = solved.split([v.shape[-1], p_bar.shape[-1]], -1)
     state, outputs = (s if p is None else torch.cat([s, p], 2)), []
-    # not indexing, whose backward pass allocates the whole tensor for each chunk
+    # zip instead of indexing: the backward pass of an index allocates the whole tensor for each chunk
     for q_i, k_i, v_i, scores_i, last_i, carry_i in zip(
         *(x.unbind(2) for x in (q, k, v, scores, k_last, carry)), strict=True
     ):
@@ -101,9 +105,11 @@ def reference(options: tuple[Any, int], q: Tensor, k: Tensor, v: Tensor, *gates_
 
 
 def _gate_products(log_gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the products of gates i over c < i ≤ r, in row r and column c (..., C, C), and over i ≤ r (..., C, 1).
+    """Return two tensors of products of gates, given the logarithms of C gates (..., C, 1).
 
-    Each product sums its own logarithms, because differences of cumulative sums lose digits and are NaN after a gate 0.
+    Row r and column c of the first, (..., C, C), is the product of the gates i with c < i ≤ r. Row r of the second,
+    (..., C, 1), is the product of the gates i ≤ r. The logarithms of each product are summed separately: a difference
+    of two cumulative sums would lose digits, and would be NaN after a gate of 0.
     """
     lower = torch.ones(*[log_gate.shape[-2]] * 2, dtype=torch.bool, device=log_gate.device).tril()
     sums = torch.where(lower.tril(-1), log_gate, 0.0).cumsum(-2)
@@ -111,14 +117,14 @@ def _gate_products(log_gate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _weigh_parts(weights: Tensor, x: Tensor) -> Tensor:
-    """Multiply x (..., C, D) by each of the n columns of weights (..., C, n), giving (..., C, n D)."""
+    """Multiply x (..., C, D) by each of the n columns of ``weights`` (..., C, n); return the products (..., C, n D)."""
     return torch.cat([weight * x for weight in weights.split(1, -1)], -1)
 
 
 def forward(
     options: tuple[Any, int], keep: bool, q: Tensor, k: Tensor, v: Tensor, *gates_and_state: Tensor | None
 ) -> tuple[Outputs, list[Tensor]]:
-    """Return outputs, final S and P like :func:`reference`, and, if ``keep``, the residuals that the VJP needs."""
+    """Return the outputs and the final S and P, as :func:`reference` does, and the residuals of the VJP if ``keep``."""
     *gates, s, p = gates_and_state
     assert s is not None
     chunks = _Chunks(options, q, k, gates, s.dtype)
@@ -148,7 +154,7 @@ def forward(
 
 
 def residual_shapes(options: tuple[Any, int], q: Tensor, v: Tensor, has_momentum: bool) -> list[tuple[int, ...]]:
-    """Return the shapes of the states before each chunk and, with a delta rule, of E: (chunks, rows, ...)."""
+    """Return the shapes (chunks, rows, ...) of the residuals: the state before each chunk and, with a delta rule, E."""
     (batch, heads, length, dim), width = q.shape, v.shape[-1]
     size = _chunk_size(options[1], length)
     count, rows = (length + size - 1) // size, batch * heads
@@ -157,12 +163,15 @@ def residual_shapes(options: tuple[Any, int], q: Tensor, v: Tensor, has_momentum
 
 
 def _chunk_size(size: int, length: int) -> int:
-    """Return the number of steps of a chunk, a multiple of BLOCK; the length may be symbolic."""
+    """Return the number of steps per chunk: the smaller of ``size`` and ``length``, rounded up to a multiple of BLOCK.
+
+    The length may be symbolic.
+    """
     return (torch.sym_min(size, length) + BLOCK - 1) // BLOCK * BLOCK
 
 
 def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, needed: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the tensors: q, k, v, log μ, log α, s, η, and the initial S and P."""
+    """Return the gradients with respect to ``tensors``: q, k, v, log μ, log α, s, η, and the initial S and P."""
     q, k, v, *gates, s, p = tensors
     chunks = _Chunks(options, q, k, gates, s.dtype)
     size, parts, mask = chunks.size, chunks.parts, chunks.mask
@@ -179,7 +188,7 @@ def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, need
         for span in reversed(spans):
             e = residuals[1][span.at] if chunks.delta else chunks.load(v, span)
             states, x = residuals[0][span.at], chunks.matrices(span)
-            # the gradient of O, stacked on the negated gradient of the right-hand side of the triangular system
+            # dy stacks the gradient of O and the negated gradient of the right-hand side of the triangular system
             dy = e.new_empty(*e.shape[:2], x.qp.shape[2], e.shape[-1])
             do = chunks.load(dout, span, out=dy[:, :, :size]).flatten(0, 1)
             de = torch.bmm(x.scores.flatten(0, 1).mT, do).view_as(e)
@@ -230,11 +239,11 @@ def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, need
 
 
 class _Span(NamedTuple):
-    """Consecutive chunks of some of the sequences, which are computed together."""
+    """A range of sequences and a range of their chunks, which are computed together."""
 
     batch: slice
     chunks: slice
-    at: tuple[slice, slice]  # index into (chunks, rows, ...), with batch * heads rows
+    at: tuple[slice, slice]  # index of the span in a tensor (chunks, rows, ...)
 
 
 class _Matrices(NamedTuple):
@@ -245,8 +254,8 @@ class _Matrices(NamedTuple):
     qp: Tensor  # Q and p, stacked (R, D)
     products: Tensor  # qp K̃ᵀ (R, C)
     scores: Tensor  # G ∘ Q K̃ᵀ (C, C)
-    t: Tensor  # T (C, C); without a delta rule the scores
-    starts: Tensor  # weights of the parts of the state in the rows of qp (R, parts)
+    t: Tensor  # T (C, C); the scores if there is no delta rule
+    starts: Tensor  # weights of the parts of the state before the chunk, for each row of qp (R, parts)
     w: Tensor  # g of each step (C, parts + C)
     last: Tensor  # g and l after the last step (parts, parts + C)
     qp_bar: Tensor  # q̄ and p̄, stacked (R, parts D)
@@ -255,7 +264,7 @@ class _Matrices(NamedTuple):
 
 
 class _Chunks:
-    """The chunks of one call: conversion of tensors (batch, heads, length, n) to chunks and back, and the matrices."""
+    """A converter of the tensors of one call to chunks and back, which also computes the matrices of the chunks."""
 
     def __init__(
         self, options: tuple[Any, int], q: Tensor, k: Tensor, gates: list[Tensor | None], dtype: torch.dtype
@@ -280,7 +289,7 @@ class _Chunks:
         self.mask = _DecayMask(self.by_chunk(alpha, 1.0), momentum)
 
     def spans(self) -> list[list[_Span]]:
-        """Divide the batch into groups of sequences; return for each group its spans in the order of time."""
+        """Divide the batch into groups of sequences; return a list per group with its spans in the order of time."""
         sequences, chunks = self.batch, self.count
         if self.q.device.type == "cpu":
             sequences = min(self.batch, max(1, CHUNKS_AT_ONCE // self.heads))
@@ -307,7 +316,7 @@ class _Chunks:
         return out
 
     def store(self, x: Tensor, out: Tensor, span: _Span) -> None:
-        """Copy a span x (chunks, batch * heads, C, n) into ``out`` (batch, heads, length, n), inverting ``load``."""
+        """Copy the chunks x (chunks, batch * heads, C, n) of a span into ``out`` (batch, heads, length, n)."""
         out = out[span.batch, :, span.chunks.start * self.size : span.chunks.stop * self.size]
         x = x.unflatten(1, out.shape[:2]).permute(1, 2, 0, 3, 4)
         if out.shape[2] == x.shape[2] * self.size:
@@ -321,7 +330,7 @@ class _Chunks:
         return gate.unflatten(1, (-1, self.size)).transpose(0, 1).contiguous()
 
     def from_chunk(self, gate: Tensor) -> Tensor:
-        """Join the chunks of a gate (chunks, batch * heads, C) to (batch, heads, length), inverting ``by_chunk``."""
+        """Join the chunks of a gate (chunks, batch * heads, C) to (batch, heads, length); the inverse of by_chunk."""
         return gate.transpose(0, 1).flatten(1)[:, : self.length].unflatten(0, (self.batch, self.heads))
 
     def matrices(self, span: _Span) -> _Matrices:
@@ -336,7 +345,7 @@ class _Chunks:
         w, last = self.mask.matrix(span)
         starts, g = w[..., :parts], w[..., parts:]
         scores = t = products[:, :, :size] * g
-        if self.delta:  # rows of p have the weights of the previous step
+        if self.delta:  # the rows of p take the weights of the previous step
             first = torch.zeros_like(starts[:, :, :1])
             first[..., 0] = 1.0
             starts = torch.cat([starts, first, starts[:, :, :-1]], 2)
@@ -347,10 +356,10 @@ class _Chunks:
         return _Matrices(k, k_tilde, qp, products, scores, t, starts, w, last, qp_bar, k_bar, carry)
 
     def gates_vjp(self, gates: list[Tensor | None], dread: Tensor, dwrite: Tensor, dmask: Any) -> list[Tensor | None]:
-        """Return the gradients of the gates log μ, log α, s and η, with None for a gate that is None.
+        """Return the gradients of log μ, log α, s and η, with None for a gate that is None.
 
-        ``dread`` and ``dwrite`` are the gradients of ``self.read`` and ``self.write``. ``dmask`` has the arguments of
-        ``self.mask.vjp``, or is None if no gate needs the gradient of the mask.
+        ``dread`` and ``dwrite`` are the gradients of ``self.read`` and ``self.write``. ``dmask`` is a tuple of the
+        arguments of ``self.mask.vjp``, or None if no gate needs a gradient through the mask.
         """
         log_momentum, log_decay, step, write = gates
         dalpha = dmu = dstep = None
@@ -373,16 +382,16 @@ class _Chunks:
 class _DecayMask:
     """The decay masks of all chunks, and their VJP.
 
-    After step r of a chunk, S and P are sums of [S, P, e_0, ..., e_{C-1}] with weights g_r and l_r. In brackets, S and
-    P are those before the chunk. The weights start as g = (1, 0, 0, ...) and l = (0, 1, 0, ...), and follow::
+    After step r of a chunk, S and P are sums of [S, P, e_0, ..., e_{C-1}] with weights g_r and l_r. In the brackets, S
+    and P are their values before the chunk. The initial weights are g = (1, 0, 0, ...) and l = (0, 1, 0, ...), and::
 
         l_r = μ_r l_{r-1} + (1 in column e_r),   g_r = α_r g_{r-1} + s_r l_r
 
-    All weights are sums of products of gates, without cancellation. Without momentum there are no l and no column P,
-    and g_r = α_r g_{r-1} + (1 in column e_r).
+    All weights are sums of products of gates >= 0, so nothing cancels. Without momentum there are no weights l and no
+    column P, and g_r = α_r g_{r-1} + (1 in column e_r).
 
-    The recursion runs over the BLOCK steps within a block, for all blocks in parallel, and then over the blocks. Step i
-    of block b has g = ``coefficients[i] @ rows[b]``, plus ``inner[i]`` in the columns of the block.
+    The recursion first runs over the BLOCK steps of a block, for all blocks in parallel, and then over the blocks. Step
+    i of block b has the weights g = ``coefficients[b, i] @ rows[b]``, plus ``inner[b, i]`` in the columns of block b.
 
     Arguments:
         alpha: α (chunks, rows, C).
@@ -391,7 +400,7 @@ class _DecayMask:
 
     def __init__(self, alpha: Tensor, momentum: tuple[Tensor, Tensor] | None) -> None:
         count, heads, size = alpha.shape
-        n = count * heads  # the last dimension of tensors in this class; outside it is the first two
+        n = count * heads  # last dimension of tensors of this class; the first two dimensions in other code
 
         def blocks(gate: Tensor) -> tuple[Tensor, ...]:
             """Split a gate (chunks, rows, C) into its BLOCK steps, each (blocks, chunks * rows)."""
@@ -399,7 +408,7 @@ class _DecayMask:
 
         self.parts, self.blocks = (1 if momentum is None else 2), size // BLOCK
         self.count, self.alpha = count, blocks(alpha)
-        # g and l within blocks; row 0 is the start of the block. l has no column for S, because P does not depend on S
+        # g and l after each step of a block, and in row 0 before it; P does not depend on S, so l has no column S
         g = alpha.new_zeros(BLOCK + 1, self.parts + BLOCK, self.blocks, n)
         rows = alpha.new_zeros(self.blocks + 1, self.parts, self.parts + size, n)
         rows[0].diagonal().fill_(1.0)
@@ -436,7 +445,7 @@ class _DecayMask:
         self.rows = by_chunk(rows)  # g and l before each block and after the last (..., blocks + 1, parts, parts + C)
 
     def matrix(self, span: _Span) -> tuple[Tensor, Tensor]:
-        """Return, for each chunk of a span, g (C, parts + C), and g and l after its last step (parts, parts + C)."""
+        """Return, for each chunk of a span, g of all steps (C, parts + C), and the last g and l (parts, parts + C)."""
         coefficients, rows = self.coefficients[span.at], self.rows[span.at]
         g = torch.bmm(coefficients.flatten(0, 2), rows[:, :, :-1].flatten(0, 2))
         g = g.view(*rows.shape[:2], -1, rows.shape[-1])
@@ -444,7 +453,10 @@ class _DecayMask:
         return g, rows[:, :, -1]
 
     def matrix_vjp(self, span: _Span, dg: Tensor, dlast: Tensor, grads: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Write the gradients of coefficients, inner and rows into ``grads``: the VJP of ``matrix`` at dg, dlast."""
+        """Compute the VJP of ``matrix``: write the gradients of coefficients, inner and rows into ``grads``.
+
+        ``dg`` and ``dlast`` are the gradients of the two results of ``matrix``.
+        """
         dcoefficients, dinner, drows = (x[span.at] for x in grads)
         coefficients, rows = self.coefficients[span.at].flatten(0, 2), self.rows[span.at][:, :, :-1].flatten(0, 2)
         dg = dg.unflatten(0, dinner.shape[:2])
@@ -467,7 +479,7 @@ class _DecayMask:
             return x.transpose(0, 1).flatten(0, 1).T.unflatten(0, (self.count, -1))
 
         def block_columns(rows: Tensor) -> Tensor:
-            """Select, from the row after each block, the columns of the steps of the block (BLOCK, blocks, n)."""
+            """Select, from the row after each block, the columns of the block's steps; return (BLOCK, blocks, n)."""
             return rows[:, parts:].unflatten(1, (-1, BLOCK)).diagonal(dim1=0, dim2=1).permute(0, 2, 1)
 
         drows = by_step(drows)
@@ -500,7 +512,10 @@ class _DecayMask:
 
 
 def _carry(carry: Tensor, state: Tensor, new: Tensor | None = None) -> Tensor:
-    """Return carry (rows, parts, parts) times state (rows, parts D, M) by blocks of D rows, plus ``new``."""
+    """Multiply a state (rows, parts D, M), seen as ``parts`` blocks of D rows, by ``carry`` (rows, parts, parts).
+
+    ``new``, of the shape of the state, is added to the product.
+    """
     shape = (*carry.shape[:2], -1)
     if new is None:
         return torch.bmm(carry, state.view(shape)).view_as(state)
@@ -508,13 +523,13 @@ def _carry(carry: Tensor, state: Tensor, new: Tensor | None = None) -> Tensor:
 
 
 def _diagonal(g: Tensor, parts: int) -> Tensor:
-    """Return a view of the diagonal blocks of g, without the columns of the state (..., blocks, BLOCK, BLOCK)."""
+    """Return a view (..., blocks, BLOCK, BLOCK) of the diagonal blocks of g after its first ``parts`` columns."""
     blocks = g[..., parts:].unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
     return blocks.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)
 
 
 def _outer(weights: Tensor, x: Tensor) -> Tensor:
-    """Multiply x (..., R, D) by each column of weights (..., R, parts), giving (..., R, parts D)."""
+    """Multiply x (..., R, D) by each column of ``weights`` (..., R, parts); return all products, (..., R, parts D)."""
     out = x.new_empty(*weights.shape, x.shape[-1])
     for part, weight in enumerate(weights.unbind(-1)):  # faster than one broadcast product
         torch.mul(x, weight.unsqueeze(-1), out=out[..., part, :])
@@ -522,7 +537,7 @@ def _outer(weights: Tensor, x: Tensor) -> Tensor:
 
 
 def _inner(x: Tensor, y: Tensor, parts: int) -> Tensor:
-    """Sum the products of each part of x (..., R, parts D) with y (..., R, D), giving (..., R, parts)."""
+    """Return the inner products (..., R, parts) of the rows of y (..., R, D) with each part of x (..., R, parts D)."""
     return (x.unflatten(-1, (parts, -1)) * y.unsqueeze(-2)).sum(-1)
 
 

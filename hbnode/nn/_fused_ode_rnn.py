@@ -1,14 +1,17 @@
 """A fused ODE-RNN: one autograd function with its own VJP, 2.7 times as fast as the reference implementation.
 
-``python -m benchmarks.irregular`` measures it, in the rows "hbnode". The reference is the loop of
-:class:`hbnode.nn.ode_rnn.ODERNNLayer`. Supported are torch.nn's cells, and fields around a network of known layers.
-Four things make it faster. It records no autograd graph. The gradient of a weight is one matrix product for many uses.
-Coefficients of many steps are computed at once. A gap is the interval between two observations. If it is one step for
-all samples, as most gaps are, it skips the step size controller.
+The rows "hbnode" of ``python -m benchmarks.irregular`` measure it. The reference implementation is the loop of
+:class:`hbnode.nn.ode_rnn.ODERNNLayer`. The fused one supports the cells of torch.nn, and fields around a network of
+known layers. A gap is the interval between two observations. Four things make the fused implementation faster:
 
-It takes the same steps as :mod:`hbnode.solve` in a loop of its own. The general loop also supports output times,
-jumps and time-dependent fields, and records a graph per gap with a common step. With the general loop a training step
-took 1.3 times as long for long gaps or large weights, and 2.7 times with a common step.
+* It records no autograd graph.
+* It computes the gradient of a weight as one matrix product for many uses of the weight.
+* It computes the coefficients of many steps at once.
+* Most gaps take one step for all samples. For these it skips the step size controller.
+
+The steps are those of :mod:`hbnode.solve`, but the loop over the steps is a separate one. The loop of hbnode.solve also
+supports output times, jumps and time-dependent fields, and records a graph per gap if all samples share a step. With
+that loop a training step took 1.3 times as long for long gaps or large weights, and 2.7 times with shared steps.
 """
 
 from __future__ import annotations
@@ -37,29 +40,32 @@ from hbnode.solve.methods import METHODS, Explicit, Splitting
 from hbnode.solve.odeint import resolve
 from hbnode.solve.settings import Settings
 
-Weights = Sequence[Any]  # weight and bias of each linear layer: the cell's hidden layer, then those of f
+Weights = Sequence[Any]  # weight and bias of each linear layer: first the cell's hidden layer, then the layers of f
 
-ROWS_PER_PRODUCT = 1024  # rows, over all collected uses of a layer, from which its gradient is summed in one product
-SIZES_AT_ONCE = 4096  # step sizes whose coefficients, or their gradients, are computed at once
-NUMPY_SIZES = 256  # step sizes up to which NumPy is faster than torch
-SUBSET_FRACTION = 0.75  # fraction of samples still moving, at and below which the others are left out of a step
-ROUNDING = 1e-9  # relative tolerance, so that rounding adds no step to a gap of whole steps
+ROWS_PER_PRODUCT = 1024  # number of collected input rows of a layer at which its gradient is computed in one product
+SIZES_AT_ONCE = 4096  # number of step sizes for which coefficients, or their gradients, are computed at once
+NUMPY_SIZES = 256  # number of step sizes up to which NumPy is faster than torch
+SUBSET_FRACTION = 0.75  # if at most this fraction of the samples still has to step, a step leaves out the others
+ROUNDING = 1e-9  # relative tolerance, so that rounding adds no step to a gap that is a whole number of steps
 aten = torch.ops.aten
 
 
 class FallbackError(Exception):
-    """An error raised if a fused solve fails; the reference repeats the solve and raises the error for the user."""
+    """The error of a fused solve that fails; the reference then repeats the solve and raises the error for the user."""
 
 
 class Solver(NamedTuple):
-    """The settings of a solve, and the longest step if ``options={"step_size": h}`` was given."""
+    """The settings of a solve, and the largest step size h if ``options={"step_size": h}`` was given."""
 
     settings: Settings
     step_size: float | None = None
 
 
 def steps_needed(t: Tensor, step_size: float) -> Tensor:
-    """Return the number of equal steps no longer than ``step_size`` in each gap of times (batch, T), (batch, T - 1)."""
+    """Return, for each gap between times t (batch, T), the least number of equal steps no longer than ``step_size``.
+
+    The result is (batch, T - 1).
+    """
     return (t.detach().diff() / step_size * (1 - ROUNDING)).ceil().clamp(min=1)
 
 
@@ -78,7 +84,7 @@ _CALLS = {"forward", "evaluate", "force", "friction"}
 
 
 def is_unmodified(module: Any) -> bool:
-    """Return whether a call of a module runs only the known forward of its class, without hooks or overrides."""
+    """Return whether calling a module runs only the forward method of a known class, without hooks or overrides."""
     kind: Any = type(module)
     if kind not in _FORWARD or kind.forward is not _FORWARD[kind] or module._compiled_call_impl is not None:
         return False
@@ -88,7 +94,7 @@ def is_unmodified(module: Any) -> bool:
 
 
 def known_layers(net: Any) -> list[nn.Module] | None:
-    """Return the layers of a network, nested networks flattened; None if a layer is not known."""
+    """Return a flat list of the layers of a network and its nested networks; None if a layer is not known."""
     if not is_unmodified(net) or (isinstance(net, MLP) and net.time_dependent):
         return None
     if isinstance(net, MLP):
@@ -109,7 +115,7 @@ def known_layers(net: Any) -> list[nn.Module] | None:
 
 
 class Parameters(NamedTuple):
-    """The tensors that a run depends on.
+    """The tensors that the solution of the gaps depends on.
 
     Attributes:
         s: initial state, (batch, S): h, or h and m concatenated.
@@ -129,15 +135,15 @@ class Parameters(NamedTuple):
 
 
 class GradAccumulator:
-    """The gradients that a backward pass sums: of the weights, of ξ and γ in the equation, and of γ in the method.
+    """The sums of gradients in a backward pass: of the weights, of ξ and γ in the equation, and of γ in the method.
 
-    Autograd adds to the gradient of a weight at every use. This class collects the inputs of a layer and the gradients
-    at its outputs, and computes the weight's gradient as one product for many uses.
+    Autograd adds to the gradient of a weight at every use of its layer. This class collects the inputs of the layer and
+    the gradients at its outputs, and computes the weight's gradient as one product for many uses.
     """
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
-        self.found: dict[Any, Tensor] = {}  # scalars by name, weights by index
+        self.found: dict[Any, Tensor] = {}  # gradients: of scalars by name, of weights by index
         self.uses: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self.steps: list[tuple[np.ndarray, Sequence[Tensor], Sequence[Tensor]]] = []
 
@@ -159,7 +165,7 @@ class GradAccumulator:
 
 
 class Network:
-    """A network of linear layers and activations; the linear layers count from 1, because the cell's is layer 0."""
+    """A network of linear layers and activations; its linear layers are numbered from 1, and the cell's is number 0."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.weights: list[Any] = []  # weight and bias of each linear layer
@@ -172,7 +178,10 @@ class Network:
         self.sizes = (self.weights[0].shape[1], self.weights[-2].shape[0]) if self.weights else None
 
     def __call__(self, x: Tensor, weights: Weights, residuals: list[Tensor]) -> Tensor:
-        """Return the output for x (batch, n); add linear layers' inputs and activations' outputs to ``residuals``."""
+        """Return the output for x (batch, n).
+
+        The inputs of linear layers and the outputs of activations are appended to ``residuals``.
+        """
         index = 2
         for activation in self.activations:
             if activation is None:
@@ -207,14 +216,14 @@ class Stage(NamedTuple):
 class Equation(NamedTuple):
     """The function F that the stages of a step evaluate, for a network f.
 
-    For Nyström and splitting methods F is the force f(h) - ξh. Other methods need the derivative of their state s,
-    which is f(h) for s = h and [v, f(h, v)] for s = [h, v]. For s = [h, m] it is [m, f(h) - ξh - γm], with tanh m as
-    the first part if ``is_bounded``. The term of ξ or γ is absent if the field has no such parameter.
+    For Nyström and splitting methods F is the force f(h) - ξh. For other methods F is the derivative of the state s:
+    f(h) for s = h, [v, f(h, v)] for s = [h, v], and [m, f(h) - ξh - γm] for s = [h, m]. If ``is_bounded``, tanh m
+    replaces the m before the comma. The term with ξ or γ is absent if the field has no such parameter.
 
     Attributes:
         network: f.
         is_pair: whether x is [h, m] or [h, v].
-        takes_both: whether f takes both parts of x.
+        takes_both: whether f takes h and v, the two halves of x.
         is_bounded: whether h' is tanh m.
     """
 
@@ -255,7 +264,7 @@ class Equation(NamedTuple):
 
 
 class FusedCell(NamedTuple):
-    """A torch.nn.GRUCell or tanh RNNCell whose input contribution to the gates is computed for all samples at once."""
+    """A torch.nn.GRUCell or tanh RNNCell; the inputs' contribution to its gates is computed for all times at once."""
 
     input_weights: tuple[Any, Any]  # weight and bias
     hidden_weights: tuple[Any, Any]
@@ -277,7 +286,7 @@ class FusedCell(NamedTuple):
     def vjp(
         self, gradient: Tensor, residuals: tuple[Tensor, ...], weights: Weights, sums: GradAccumulator, at_gates: Tensor
     ) -> Tensor:
-        """Return the gradient at s, and write the gradient at the gates into ``at_gates``."""
+        """Return the gradient with respect to s, and write that with respect to the gates into ``at_gates``."""
         if not self.is_gru:
             s, new = residuals
             at_own = at_gates.copy_(aten.tanh_backward.default(gradient, new))
@@ -303,11 +312,11 @@ class FusedStep(NamedTuple):
     Attributes:
         sizes: step size of each sample, (samples,).
         table_row: row of the table of precomputed step sizes that holds ``sizes``; None if it is not in the table.
-        samples: indices of the samples that take the step, if others have reached the end of the gap; None for all.
-        accepted: which of these samples accept it, (samples, 1); None for all.
+        samples: indices of the samples that take the step; None if all do. The others have reached the end of the gap.
+        accepted: which of these samples accept the step, (samples, 1); None if all do.
         y: the method's state before the step, (samples, width).
-        c: the coefficients.
-        stages: the evaluations.
+        c: the coefficients of the method for these step sizes.
+        stages: the evaluations of F.
     """
 
     sizes: np.ndarray
@@ -326,17 +335,17 @@ class FusedStep(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """The record of a solved gap: the evaluation at its start, for FSAL methods only, and the accepted steps."""
+    """The record of a solved gap: its accepted steps and, for an FSAL method, the evaluation of F at its start."""
 
     start: Stage | None = None
     steps: Sequence[FusedStep] = ()
 
 
 class FusedODERNN:
-    """A solver of the gaps between times (batch, T), each followed by an update by the cell, without an autograd graph.
+    """A solver of the gaps between times (batch, T) without an autograd graph; a cell updates the state after each gap.
 
-    The state y of a method is (batch, width). It concatenates the rows h and m, or s, and for an FSAL method the last
-    value of F.
+    The state y of a method is (batch, width). It concatenates h and m, or is s. For an FSAL method, the last value of F
+    is appended.
 
     Attributes:
         cell: the cell that updates the states; None if its class is not known.
@@ -347,7 +356,7 @@ class FusedODERNN:
         self, layer: Any, equation: Equation, cell: FusedCell | None, name: str, damping: Any, s: Tensor, times: Tensor,
         solver: Solver,
     ) -> None:  # fmt: skip
-        # the graph owns this object, and the layer may own an output with the graph
+        # weak reference, because the autograd graph owns this object, and the layer may own an output with its graph
         self.layer, self.residual = weakref.proxy(layer), layer.residual
         self.equation, self.cell, self.solver = equation, cell, solver
         self.settings, self.method, self.times = solver.settings, METHODS[name], times
@@ -367,7 +376,7 @@ class FusedODERNN:
         self.number = float(self.gamma)
         self.longest = self.method.damping_limit / abs(self.number) if self.number else math.inf
         self.shortest = 4 * np.finfo(float).eps * abs(t).max(initial=0.0)
-        self.group: tuple[int, Sequence[Tensor]] = (-1, ())  # number and coefficients of the last group of table rows
+        self.group: tuple[int, Sequence[Tensor]] = (-1, ())  # last group of table rows: number, coefficients
 
     def make_fixed_steps(self) -> tuple[np.ndarray, list[list[FusedStep]]]:
         """Return the table of equal step sizes, (steps, batch), and the steps of each gap."""
@@ -389,10 +398,10 @@ class FusedODERNN:
             return self.layer.gaps(self.times[:, gap : gap + 2], self.solver)(0, s)
 
     def run(self, s: Tensor, gaps: range, x: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the states at the ends of gaps before and after the cell's update, both (batch, T, S).
+        """Return the states at the ends of the gaps, before and after the cell's update, both (batch, T, S).
 
-        A gap of -1 means no gap before the first sample. Without inputs x (batch, T, inputs) for the cell there are no
-        updates. The mask (batch, T) selects the samples that update the state.
+        ``gaps`` holds gap numbers; -1 means that no gap precedes the first sample. x (batch, T, inputs) is the cell's
+        input; without it the cell does not update the state. The mask (batch, T) selects the samples that do.
 
         Raises:
             FallbackError: if the reference must solve the gaps.
@@ -407,7 +416,7 @@ class FusedODERNN:
         inputs = [s, gates, self.damping, self.xi, self.friction, *cell_weights, *self.equation.network.weights]
         for i, z in enumerate(inputs):
             if z is not None and z.is_leaf:
-                inputs[i] = z.view_as(z)  # replacing p.data of a saved leaf would also replace its saved value
+                inputs[i] = z.view_as(z)  # a saved leaf would change if the user replaced its p.data
         run = Run(self, cell, gaps, masks, self.settings.gradient == "direct" and torch.is_grad_enabled())
         for gap in gaps:
             if gap >= 0:
@@ -421,7 +430,10 @@ class FusedODERNN:
     # Forward pass
 
     def solve(self, gap: int, s: Tensor, p: Parameters, known: Sequence[FusedStep], save: bool) -> tuple[Tensor, Gap]:
-        """Return the state at the end of a gap and its steps: ``known`` ones, otherwise fixed or adaptive ones."""
+        """Solve a gap; return the state at its end and its record.
+
+        The steps are those of ``known`` if it is not empty; otherwise they are fixed or adaptive.
+        """
         if self.is_zero[gap]:
             return s, Gap()
         start, y, counter = None, s, self.counters[gap]
@@ -446,8 +458,9 @@ class FusedODERNN:
     def adaptive(self, gap: int, y: Tensor, p: Parameters, steps: list[FusedStep]) -> tuple[Tensor, int]:
         """Append the accepted steps of a gap to ``steps``; return the state at its end and the number of attempts.
 
-        Attempts are accepted or rejected steps. Their sizes are those of :class:`hbnode.solve.adaptive.AdaptiveSteps`
-        for a field that does not depend on time, which ``fuse`` ensures.
+        An attempt is an accepted or a rejected step. The step sizes are those that
+        :class:`hbnode.solve.adaptive.AdaptiveSteps` chooses for a field that does not depend on time. ``fuse`` ensures
+        that the field does not.
         """
         length, most, common = self.lengths[gap], self.settings.max_steps, not self.settings.per_sample
         parts = y.chunk(self.method.rows + 1, 1)
@@ -502,16 +515,17 @@ class FusedODERNN:
         raise FallbackError
 
     def ratio(self, y: Tensor, after: Tensor, error: Any) -> np.ndarray:
-        """Return the root mean square of error / tolerance for each sample."""
+        """Return the error norm of each sample: the root mean square of its errors divided by their tolerances."""
         scale = torch.maximum(y[:, : self.size].abs(), after[:, : self.size].abs())
         scale = scale.mul_(self.settings.rtol).add_(self.settings.atol).view(len(y), -1, self.row)
         return rms(torch.div(error.transpose(0, 1), scale, out=scale))
 
     def attempt(self, step: FusedStep, c: Tensor, y: Tensor, p: Parameters) -> tuple[Tensor, Tensor | None, FusedStep]:
-        """Return the state after a step of the samples that take it, its error, and the step with what its VJP needs.
+        """Attempt a step of some samples; return the state after it, its error estimate, and the step for its VJP.
 
-        For explicit methods, rows = C [h, m, F, F(row 1), F(row 2), ...]. The rows are the stages, of which the last is
-        the new h, then the new m, then the errors. A splitting method takes a drift, then kick–drift pairs.
+        An explicit method computes the matrix product rows = C [h, m, F, F(row 1), F(row 2), ...]. The rows are the
+        arguments of F in the stages, the last of which is the new h, then the new m, then the error estimates. A
+        splitting method updates h (a drift), and then repeatedly m (a kick) and h.
         """
         n, count, stages = self.method.rows, self.evaluations, []
         y = y if step.samples is None else y[step.samples]
@@ -542,7 +556,7 @@ class FusedODERNN:
     def coefficients(self, step: FusedStep, p: Parameters) -> Tensor:
         """Return the coefficients of a step, differentiable in γ if gradients are enabled.
 
-        Otherwise, for a step whose size is in the table of precomputed sizes, compute those of a group of rows at once.
+        Without gradients, if the step size is in the table, the coefficients of a group of table rows are computed.
         """
         if torch.is_grad_enabled():  # differentiable with respect to γ
             packed = self.method.packed(torch, p.damping.cpu(), torch.from_numpy(step.sizes), error=self.is_adaptive)
@@ -565,10 +579,10 @@ class FusedODERNN:
         return self.group[1][index]
 
     def matrix(self, packed: Tensor) -> Tensor:
-        """Return the coefficients of N steps as an array from packed ones (k, N).
+        """Arrange the k coefficients of N steps, given as ``packed`` (k, N), in the shape that a step uses.
 
-        For an explicit method it is the matrix C of :meth:`attempt`, (rows, columns, N, 1). For a splitting method it
-        is (k, N, 1): drift lengths, then momentum decays, then weights of the force.
+        For an explicit method the result is the matrix C of :meth:`attempt`, (rows, columns, N, 1). For a splitting
+        method it is (k, N, 1): first the drift lengths, then the momentum decays, then the weights of the force.
         """
         if not isinstance(self.method, Explicit):
             return packed.unsqueeze(-1)
@@ -579,17 +593,20 @@ class FusedODERNN:
     # Backward pass
 
     def vjp(self, gap: Gap, g: Tensor, p: Parameters, sums: GradAccumulator) -> Tensor:
-        """Return the gradient at the state at the beginning of a gap, given the gradient g at its end."""
+        """Return the gradient with respect to the state at the start of a gap, given the gradient g at its end."""
         for step in reversed(gap.steps):
             g = self.step_vjp(step, g, p, sums)
         if gap.start is None:
             return g
         g, at_f = g[:, : self.size], self.equation.vjp(gap.start, g[:, self.size :], p, sums)
-        g[:, : self.row].add_(at_f)  # in place, because the first step's VJP created g
+        g[:, : self.row].add_(at_f)  # in place: the VJP of the first step allocated g
         return g
 
     def step_vjp(self, step: FusedStep, g: Tensor, p: Parameters, sums: GradAccumulator) -> Tensor:
-        """Return the gradient at the method's state before a step, given g after it, with or without F's columns."""
+        """Return the gradient with respect to the method's state before a step, given the gradient g after the step.
+
+        For an FSAL method, g may lack the columns of F.
+        """
         vjp = self.explicit_vjp if self.method.is_fsal else self.splitting_vjp
         if step.samples is None and step.accepted is None:
             return vjp(step, g, p, sums)
@@ -598,15 +615,15 @@ class FusedODERNN:
         own = g if step.samples is None else g[step.samples]
         if step.accepted is None:
             own = vjp(step, own, p, sums)
-        else:  # samples that rejected the step did not move
+        else:  # samples that rejected the step kept their state
             own = torch.where(step.accepted, 0.0, own) + vjp(step, torch.where(step.accepted, own, 0.0), p, sums)
         return own if step.samples is None else g.index_copy(0, step.samples, own)
 
     def explicit_vjp(self, step: FusedStep, g: Tensor, p: Parameters, sums: GradAccumulator) -> Tensor:
-        """Apply the VJP of the product with C from its last row to its first.
+        """Apply the VJP of the product rows = C columns of :meth:`attempt`, from the last row to the first.
 
-        The gradient of a row adds to those of its columns; the gradient of a column passes through F to the stage's
-        row.
+        The gradient of a row contributes to the gradients of all columns. The gradient of the column F(row i)
+        contributes, by the VJP of F, to the gradient of row i.
         """
         n, count, by_row, at_rows = self.method.rows, self.evaluations, step.c.unbind(0), []
         parts: Sequence[Any] = g.chunk(g.shape[1] // self.row, 1)
@@ -647,7 +664,7 @@ class FusedODERNN:
         return aten.tanh_backward.default(at_h, torch.tanh(m)) if self.equation.is_bounded else at_h
 
     def add_damping(self, sums: GradAccumulator) -> None:
-        """Add the gradient of γ in the method, from the gradients of the rows and the columns of its steps."""
+        """Add the gradient of γ in the method's coefficients, from the collected gradients of rows and columns of C."""
         sizes, at_rows, columns = zip(*sums.steps, strict=True)
         sums.steps = []
         g = torch.stack(list(map(torch.cat, zip(*at_rows, strict=True))))
@@ -664,7 +681,7 @@ class FusedODERNN:
 
 
 def rms(x: Tensor) -> np.ndarray:
-    """Return the root mean square of each row of x (batch, ...), as a NumPy array."""
+    """Return the root mean square of each sample of x (batch, ...), as a NumPy array."""
     x = x.flatten(1)
     return torch.linalg.vector_norm(x, dim=1).double().numpy() / math.sqrt(x.shape[1])
 
@@ -678,15 +695,15 @@ def total(a: Any, b: Any) -> Any:
 
 @dataclass
 class Run:
-    """A sequence of gaps, each followed by an update if there is a cell.
+    """The solution of a sequence of gaps; if there is a cell, it updates the state after each gap.
 
     Attributes:
         fused: solver of the gaps.
         cell: cell that updates the states; None for no updates.
-        gaps: gap numbers; -1 if there is no gap before the first sample.
-        masks: which samples update the state, (batch, 1) for each time step; None for all.
+        gaps: numbers of the gaps; the first is -1 if no gap precedes the first sample.
+        masks: which samples update the state, a tensor (batch, 1) for each time step; None if all do.
         saves_residuals: whether the forward pass saves all residuals; otherwise the backward pass recomputes them.
-        records: for each time step the gap before it and the residuals of the cell; freed after the backward pass.
+        records: for each time step, the record of the gap before it and the cell's residuals; freed after backward.
         segment: number of time steps whose residuals are in memory at once: all T, or about the square root of T.
     """
 
@@ -700,7 +717,10 @@ class Run:
 
     @np.errstate(all="ignore")  # steps that are not finite are rejected
     def forward(self, s: Tensor, p: Parameters, samples: range, *, save: bool) -> tuple[Any, ...]:
-        """Return the states before and after each time step and its record, with step sizes from earlier records."""
+        """Return the states before and after the update of each time step in ``samples``, and the records.
+
+        Step sizes come from earlier records, if there are any.
+        """
         found: list[tuple[Any, ...]] = []
         residuals: tuple[Tensor, ...] = ()
         for i in samples:
@@ -744,7 +764,7 @@ class Run:
 
 
 def reference(run: Run, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the states before and after each update, (T, batch, S), by autograd operations on the recorded steps."""
+    """Return the states before and after each update, (T, batch, S), by repeating the recorded steps with autograd."""
     p = Parameters._make((*inputs[:5], inputs[5:]))
     before, after, _ = run.forward(p.s, p, range(len(run.gaps)), save=False)
     return torch.stack(before), None if run.cell is None else torch.stack(after)
@@ -753,8 +773,8 @@ def reference(run: Run, *inputs: Any) -> tuple[Tensor, Tensor | None]:
 class _FusedGaps(torch.autograd.Function):
     """The same function as :func:`reference`, with its own VJP.
 
-    It saves the states at the starts of segments for backward. It does not use :func:`hbnode._torch.fast_form`, which
-    would add three Python frames to each call.
+    The state at the start of each segment is saved for backward. :func:`hbnode._torch.fast_form` is not used, because
+    it would add three Python frames to each call.
     """
 
     @staticmethod
@@ -776,7 +796,7 @@ class _FusedGaps(torch.autograd.Function):
             if torch.is_grad_enabled() or _torch.is_batched(grads[0] if grads[1] is None else grads[1]):
                 return None, *_torch.reference_vjp(reference, run, inputs, grads, ctx.needs_input_grad[1:])
             found = run.backward(Parameters._make((*inputs[:5], inputs[5:])), starts, grads)
-        if not _torch.keeps_graph():  # False in old torch, too: a second backward pass then recomputes
+        if not _torch.keeps_graph():  # also False in old versions of torch, where a second backward pass recomputes
             run.records, run.saves_residuals = (), False
         return None, *found
 
@@ -784,8 +804,8 @@ class _FusedGaps(torch.autograd.Function):
 def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | None:
     """Return the fused implementation of a layer, or None if the reference must be used.
 
-    The reference is needed for unknown networks, methods that are not native, and methods with options. It is also
-    needed under transforms, hooks, autocast and step records, and for gradients of times.
+    The reference is needed for unknown networks, for torchdiffeq's methods and for methods with options. It is also
+    needed under function transforms, hooks, autocast and ``record_steps``, and for gradients with respect to times.
     """
     settings, field, kind = solver.settings, layer.field, type(layer.field)
     if kind not in FIELDS or not is_unmodified(field) or field.time_dependent or must_record(s, times):
@@ -808,14 +828,17 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
 
 
 def must_record(s: Tensor, times: Tensor) -> bool:
-    """Return whether torch's operations must run one by one: in graphs and transforms, for hooks, records, autocast."""
+    """Return whether the solve must consist of torch's own operations, which fusing would hide.
+
+    This holds in graphs, function transforms and autocast, for hooks, for records of steps, and for gradients of times.
+    """
     if _torch.needs_reference() or open_records or _torch.has_global_hooks():
         return True
     return torch.is_autocast_enabled(s.device.type) or (times.requires_grad and torch.is_grad_enabled())
 
 
 def has_fused_steps(name: str, field: Any, s: Tensor, times: Tensor, solver: Solver) -> bool:
-    """Return whether the steps of a method, for a known field, have a fused implementation with these settings."""
+    """Return whether the method ``name`` has fused steps for a known field with these settings."""
     settings, method, kind = solver.settings, METHODS.get(name), type(field)
     if s.dtype not in (torch.float32, torch.float64) or getattr(field, "activation", torch.tanh) is not torch.tanh:
         return False
@@ -825,7 +848,7 @@ def has_fused_steps(name: str, field: Any, s: Tensor, times: Tensor, solver: Sol
         return False
     if method.rows == 2 and kind is not HBNODE and not (kind is GHBNODE and isinstance(method, Splitting)):
         return False
-    if settings.steps is None:  # chosen on the host, with a tolerance that the dtype can represent
+    if settings.steps is None:  # step sizes are chosen on the CPU, with a tolerance that the dtype can represent
         return s.is_cpu and settings.rtol >= torch.finfo(s.dtype).eps
     if solver.step_size is None:
         return True
@@ -833,7 +856,7 @@ def has_fused_steps(name: str, field: Any, s: Tensor, times: Tensor, solver: Sol
 
 
 def fused_cell(cell: Any) -> FusedCell | None:
-    """Return the fused form of a cell of torch.nn, or None for another cell, which autograd differentiates."""
+    """Return the fused form of a cell of torch.nn; None for any other cell, which autograd differentiates."""
     if not isinstance(cell, nn.RNNCellBase) or getattr(cell, "nonlinearity", "tanh") != "tanh":
         return None
     if not is_unmodified(cell):

@@ -1,11 +1,12 @@
-"""The chunked delta rule of packed sequences, and as an operator for torch.compile and torch.export.
+"""The chunked delta rule for packed sequences, and custom operators of it for torch.compile and torch.export.
 
-Packed sequences lie one after another in one row. They are divided into groups of similar lengths, and each group is
-padded to a batch: no sequence is shorter than half of the longest of its group, so padding at most doubles the steps.
-A padded step has zeros in all tensors (log α = log μ = 0, s = η = 0), and changes nothing.
+Packed sequences are concatenated along the length, in a batch of 1 (the packed row). They are divided into groups of
+similar lengths, and each group is padded to a batch. No sequence is shorter than half of the longest sequence of its
+group, so padding at most doubles the number of steps. A padded step has zeros in all tensors (log α = log μ = 0,
+s = η = 0) and leaves the state unchanged.
 
-For graphs, the forward and the backward pass are custom operators, which are not traced. Tracing would unroll the loop
-over chunks, and the graph would hold for one number of chunks.
+In graphs, the forward and the backward pass are custom operators, which are not traced. Tracing would unroll the loop
+over chunks, and the graph would be valid for one number of chunks only.
 """
 
 from __future__ import annotations
@@ -21,27 +22,28 @@ from hbnode._torch import operator_form, plain
 from hbnode.nn._delta_rule import Outputs, forward, reference, residual_shapes, vjp
 
 Tensors = Sequence[Tensor | None]
-Run = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]  # maps tensors of steps and of states to such tensors
+# maps tensors with an entry per step, and tensors with an entry per sequence, to two lists of the same kinds
+Run = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 
-_STEP_TENSORS = 7  # tensors of steps: q, k, v, log μ, log α, s, η
+_STEP_TENSORS = 7  # number of tensors with an entry per step: q, k, v, log μ, log α, s, η
 
 
 class _Group(NamedTuple):
-    """Sequences of similar lengths, as a padded batch of g sequences with L steps."""
+    """A group of g packed sequences of similar lengths, which is padded to a batch with L steps."""
 
-    sequences: Tensor  # (g,)
-    steps: Tensor  # places of the steps in the row (g, L)
+    sequences: Tensor  # numbers of the sequences (g,)
+    steps: Tensor  # index of each step in the packed row (g, L)
     is_padding: Tensor  # (g, L)
 
     def pad(self, x: Tensor) -> Tensor:
-        """Select the sequences of a row (1, heads, length, ...), giving (g, heads, L, ...) padded with zeros."""
+        """Select the group from the packed row x (1, heads, length, ...), as (g, heads, L, ...) padded with zeros."""
         x = x.squeeze(0).index_select(1, self.steps.flatten()).unflatten(1, self.steps.shape).transpose(0, 1)
         is_padding = self.is_padding.unsqueeze(1)
         return x.masked_fill(is_padding.unsqueeze(-1) if x.dim() == 4 else is_padding, 0.0)
 
 
 class _Packing:
-    """The groups of packed sequences, with the indices that map groups back to the row."""
+    """The groups of packed sequences, and the indices that map the groups back to the packed row."""
 
     def __init__(self, cu_seqlens: Tensor, length: int, device: torch.device) -> None:
         ends = plain(cu_seqlens).tolist()
@@ -57,7 +59,7 @@ class _Packing:
                 members.append([])
             members[-1].append(i)
         self.groups, start = [], 0
-        with torch.device("cpu"):  # whatever the default is
+        with torch.device("cpu"):  # the user's default device may be another one
             places = torch.empty(length, dtype=torch.int64)
             for group in members:
                 within = torch.arange(max(lengths[group[0]], 1))
@@ -71,7 +73,7 @@ class _Packing:
         self.places, self.order = places.to(device), order.argsort().to(device)
 
     def join(self, parts: Sequence[Any]) -> Tensor | None:
-        """Join the groups (g, heads, L, ...) to the row (1, heads, length, ...)."""
+        """Join ``parts``, a tensor (g, heads, L, ...) for each group, to the packed row (1, heads, length, ...)."""
         if parts[0] is None:
             return None
         return torch.cat([x.transpose(0, 1).flatten(1, 2) for x in parts], 1).index_select(1, self.places).unsqueeze(0)
@@ -81,7 +83,7 @@ class _Packing:
 
 
 def over_sequences(run: Run, cu_seqlens: Tensor | None, steps: Tensors, states: Tensors) -> tuple[Tensors, Tensors]:
-    """Call ``run`` with tensors of steps and of states, or with those of each group of packed sequences."""
+    """Call ``run`` on tensors with an entry per step and on states; call it once per group for packed sequences."""
     if cu_seqlens is None:
         return run(steps, states)
     assert steps[0] is not None
@@ -99,8 +101,8 @@ def over_sequences(run: Run, cu_seqlens: Tensor | None, steps: Tensors, states: 
     )
 
 
-def packed(run: Callable[..., Outputs], options: Any, cu_seqlens: Tensor | None, *tensors: Tensor | None) -> Outputs:
-    """Return outputs, S and P of ``run(options, *tensors)`` for each of the packed sequences."""
+def by_group(run: Callable[..., Outputs], options: Any, cu_seqlens: Tensor | None, *tensors: Tensor | None) -> Outputs:
+    """Call ``run(options, *tensors)`` group by group; return the outputs of the packed row, and S, P per sequence."""
 
     def run_group(steps: Tensors, states: Tensors) -> tuple[Tensors, Tensors]:
         out, *after = run(options, *steps, *states)
@@ -118,7 +120,7 @@ def _run(options: Any, keep: bool, *rest: Any) -> tuple[Any, list[Tensor]]:
     if cu_seqlens is None:
         (out, s, p), residuals = forward(options, keep, *tensors)
     else:
-        out, s, p = packed(lambda options, *x: forward(options, False, *x)[0], options, cu_seqlens, *tensors)
+        out, s, p = by_group(lambda options, *x: forward(options, False, *x)[0], options, cu_seqlens, *tensors)
     residuals += [s.new_empty(0) for _ in range(2 - len(residuals))]
     return (out, s, s.new_empty(0) if p is None else p.clone()), residuals  # S and P may share memory
 
@@ -161,11 +163,11 @@ _operator = operator_form(
     _run,
     _fake_run,
     _run_vjp,
-    lambda options, *rest: packed(reference, options, rest[-1], *rest[:-1]),
+    lambda options, *rest: by_group(reference, options, rest[-1], *rest[:-1]),
 )
 
 
 def compiled(options: tuple[Any, int], cu_seqlens: Tensor | None, *tensors: Any) -> Outputs:
-    """Compute :func:`packed` with the chunked form, by the operator."""
+    """Compute the chunked delta rule of packed or padded sequences by the custom operator, for graphs."""
     out, s, p = _operator((options[0] or "", options[1]), *tensors, cu_seqlens)
     return out, s, None if tensors[-1] is None else p

@@ -4,9 +4,9 @@ A scan maps samples s_t to outputs y_t = C h_t + D s_t. The state h = (v, x) of 
 h_t = M_t h_{t-1} + f_t W s_t. The 2 × 2 matrix M_t is the transition over the gap before sample t. The vector f_t is
 (1, 0) for an impulse, and :func:`held_response` for an input that is held over the gap.
 
-The module has a reference implementation, one sample after another, and a fused one with its own VJP. The fused one
-works in normal coordinates, where a transition is a rotation and a decay: fewer operations than a general 2 × 2
-transition.
+The module has a reference implementation, which loops over the samples, and a fused one with its own VJP. The fused
+implementation transforms underdamped oscillators to normal coordinates. In these a transition is a rotation and a
+decay, which takes fewer operations than a product with a general 2 × 2 matrix.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from hbnode._checks import to_tensor
 
 Number = float | Tensor
 Pair = tuple[Tensor, Tensor]
-Entries = tuple[Tensor, ...]  # vv, vx, xv, xx of M; for a held input also fv, fx of f
+Entries = tuple[Tensor, ...]  # entries vv, vx, xv, xx of M, and for a held input the entries fv, fx of f
 Options = tuple[str, bool]  # the kind of transition, and whether the input is held
 
-_TERMS = 10  # terms of the series of c and s for |z| <= 1; the next term is below 1e-18
-_HELD_TERMS = 26  # terms of the series of the held response for γΔ <= 1.5; the next term is below 1e-19
-_OPERATION_SIZE = 28_672  # elements per operation; the operands of a step then fit into the second-level cache
+_TERMS = 10  # number of terms of the series of c and s for |z| <= 1; the next term is below 1e-18
+_HELD_TERMS = 26  # number of terms of the series of held_response for γΔ <= 1.5; the next term is below 1e-19
+_OPERATION_SIZE = 28_672  # elements per operation; the operands of a step then fit into the level 2 cache
 _CHUNK_STEPS = 32  # samples per chunk
 _SHORTEST_CHUNK = 8  # samples in the shortest chunk
-_SEGMENT_SIZE = 1_048_576  # elements of v in a segment
+_SEGMENT_SIZE = 1_048_576  # number of elements of v in a segment
 
 
 # The closed form of a step
@@ -81,7 +81,7 @@ def oscillator_step(damping: Number, stiffness: Number, dt: Number) -> Oscillato
 
 
 def exact_step(gamma: Tensor, kappa: Tensor, dt: Tensor) -> OscillatorStep:
-    """Compute :func:`oscillator_step` without the check of ``dt``, which would read values from the device."""
+    """Compute :func:`oscillator_step` without checking ``dt``, because the check has to wait for the device."""
     a = gamma / 2
     z, drag = (kappa - a.square()) * dt.square(), a * dt
     is_over, is_near = z < -1.0, z.abs() <= 1.0
@@ -122,11 +122,11 @@ def held_response(damping: Number, stiffness: Number, dt: Number) -> Pair:
 
 
 def exact_response(gamma: Tensor, kappa: Tensor, dt: Tensor) -> Pair:
-    """Compute :func:`held_response` without the check of ``dt``, which would read values from the device."""
+    """Compute :func:`held_response` without checking ``dt``, because the check has to wait for the device."""
     gamma, kappa, gap = torch.broadcast_tensors(gamma, kappa, dt)
     step = exact_step(gamma, kappa, gap)
     drag, spring = gamma * gap, kappa * gap.square()
-    is_slow = (drag > 1.5) & (spring < 0.1875 * drag.square())  # overdamped, with rates well apart
+    is_slow = (drag > 1.5) & (spring < 0.1875 * drag.square())  # overdamped, with two very different rates
     is_stiff = ~is_slow & (spring > 0.4)
     direct = (1 - step.xx) / torch.where(is_stiff, kappa, 1.0)
     a, b = torch.where(is_stiff | is_slow, 0.0, drag), torch.where(is_stiff, 0.0, spring)
@@ -161,7 +161,10 @@ def _checked(damping: Number, stiffness: Number, dt: Number) -> tuple[Tensor, ..
 
 
 def _as_tensors(*values: Number) -> tuple[Tensor, ...]:
-    """Convert numbers to the promoted dtype and the device of the tensors among them, or to float64 without tensors."""
+    """Convert ``values`` to tensors with the promoted dtype and the device of the tensors among them.
+
+    If there are no tensors among them, the dtype is float64.
+    """
     tensors = [value for value in values if isinstance(value, Tensor)]
     dtype, device = torch.float64, None
     if tensors:
@@ -183,18 +186,19 @@ def _polynomial(z: Tensor, coefficients: list[float]) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return float64, or ``dtype`` on devices without float64."""
+    """Return float64, or ``dtype`` on a device without float64."""
     return dtype if device.type == "mps" else torch.float64
 
 
 def transition(kind: str, is_held: bool, rates: Tensor, dt: Tensor) -> Entries:
-    """Return the entries vv, vx, xv, xx of the transition M over a time, and for a held input its responses fv and fx.
+    """Return the entries vv, vx, xv, xx of the transition M over a time dt, and fv, fx of f for a held input.
 
     Arguments:
         kind: "exact"; "imex", a step with implicit damping and explicit stiffness; or "rotation", the exact step in the
             coordinates of :func:`_normal_coordinates`.
         is_held: whether the input is held over the time.
-        rates: dampings and stiffnesses of P oscillators, (2, P); for "rotation" decay rates and angular frequencies.
+        rates: dampings and stiffnesses of P oscillators, (2, P); decay rates and angular frequencies if
+            ``kind`` is "rotation".
         dt: times, which broadcast with one row (P,) of ``rates``.
     """
     first, second = rates
@@ -206,7 +210,7 @@ def transition(kind: str, is_held: bool, rates: Tensor, dt: Tensor) -> Entries:
         lost, half = (dt * -first).expm1(), dt * (second / 2)
         fall, sine = lost + 1, half.sin()
         s = half.cos().mul_(sine).mul_(fall).mul_(2)
-        fallen = sine.square().mul_(fall).mul_(2)  # e^{-aΔ} (1 - cos ωΔ), without cancellation
+        fallen = sine.square().mul_(fall).mul_(2)  # e^{-aΔ} (1 - cos ωΔ), computed without cancellation
         c = fall - fallen
         return c, -s, s, c, lost - fallen, s
     if kind == "imex":
@@ -227,7 +231,7 @@ class ScanInput(NamedTuple):
 
     Attributes:
         x: samples (batch, T, input_size).
-        v0: v before the first transition, (batch, P), in the dtype of the scan.
+        v0: v before the first transition, (batch, P). The scan is computed in the dtype of ``v0``.
         x0: x before the first transition, (batch, P).
         w: input map W, (P, input_size).
         c: output map C, (output_size, 2 P).
@@ -252,7 +256,7 @@ class ScanInput(NamedTuple):
 
 
 def scan_reference(options: Options, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the outputs (batch, T, output_size), and v and x after the last sample, in a loop over the samples."""
+    """Return the outputs (batch, T, output_size), and v and x after the last sample, by a loop over the samples."""
     inputs, (kind, is_held) = ScanInput(*tensors), options
     v, x, dtype = inputs.v0, inputs.x0, inputs.v0.dtype
     samples = inputs.x.to(dtype)
@@ -285,7 +289,7 @@ def _output_dtype(inputs: ScanInput) -> torch.dtype:
 
 
 def scan(kind: str, is_held: bool, inputs: ScanInput) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the outputs of :func:`scan_reference`, by the fused implementation if it is applicable.
+    """Compute :func:`scan_reference`, by the fused implementation if it is applicable.
 
     Underdamped oscillators are scanned in normal coordinates, in which a transition is a rotation and a decay.
     """
@@ -302,19 +306,24 @@ def scan(kind: str, is_held: bool, inputs: ScanInput) -> tuple[Tensor, Tensor, T
 
 
 def _normal_coordinates(is_held: bool, rates: Tensor, dtype: torch.dtype) -> tuple[Tensor, Entries, Entries, Tensor]:
-    r"""Return the rates a and ω of underdamped oscillators, their map T to normal coordinates, T⁻¹, and their mask.
+    r"""Return the map T of underdamped oscillators to normal coordinates, its inverse, and the rates in them.
 
-    For x'' + γ x' + κ x = 0 with v = x', let a = γ/2, ω = √(κ - a²) and λ = -a + iω. Then z = p + iq follows z' = λz.
-    The normal coordinates (p, q) = T (v, x) are the first pair for impulses, and the second pair for held inputs:
+    For x'' + γ x' + κ x = 0 with v = x', let a = γ/2, ω = √(κ - a²) and λ = -a + iω. The normal coordinates
+    (p, q) = T (v, x) are chosen such that z = p + iq follows z' = λz. For impulses they are
 
-    .. math:: p = v + a x, \quad q = \omega x, \qquad \text{or}\qquad p = -a v - \kappa x, \quad q = \omega v.
+    .. math:: p = v + a x, \qquad q = \omega x,
 
-    In the first, an impulse on v is an impulse on p. In the second, an input u that is held over the gap Δ adds
-    (e^{λΔ} - 1) u. Rounding errors are small relative to the energy v² + κx².
+    so that an impulse on v is an impulse on p. For held inputs they are
+
+    .. math:: p = -a v - \kappa x, \qquad q = \omega v,
+
+    so that an input u that is held over the gap Δ adds (e^{λΔ} - 1) u to z. With both, rounding errors are small
+    relative to the energy v² + κx².
 
     Returns:
-        The rates, (2, P): a and ω, or γ and κ if not underdamped. Then the four entries of T, those of T⁻¹, (P,) each,
-        the identity if not underdamped, and the mask (P,).
+        The rates (2, P), which are a and ω if an oscillator is underdamped, and γ and κ otherwise; the four entries of
+        T, (P,) each; the four entries of T⁻¹; and the mask (P,) of underdamped oscillators. For the other oscillators T
+        is the identity.
     """
     gamma, kappa = rates
     is_underdamped = gamma.square() < 3.0 * kappa  # far enough from critical damping for an accurate ω
@@ -332,7 +341,7 @@ def _normal_coordinates(is_held: bool, rates: Tensor, dtype: torch.dtype) -> tup
 
 
 def _product(matrix: Entries, one: Tensor, other: Tensor) -> Pair:
-    """Multiply P matrices, given by their four entries (P,), with n vectors each, given by their components (n, P)."""
+    """Multiply each of P matrices, given by their entries (P,), with n vectors, given by their components (n, P)."""
     a, b, c, d = matrix
     return a * one + b * other, c * one + d * other
 
@@ -344,9 +353,9 @@ def _transposed(matrix: Entries) -> Entries:
 
 # The fused implementation processes one segment of samples at a time, so that intermediate values stay in the cache. A
 # segment has ``chunks`` chunks of ``steps`` samples each, and operations work on tensors (batch, chunks * P). The scan
-# of a segment has three passes: all chunks in parallel from zero states, then the states between chunks one after
-# another, then all chunks in parallel from these states. The inputs and the states between chunks are saved for
-# backward; everything else is recomputed, segment by segment.
+# of a segment has three passes. The first runs all chunks in parallel from zero states. The second computes the states
+# between chunks sequentially. The third runs all chunks in parallel from these states. The inputs and the states
+# between chunks are saved for backward; everything else is recomputed, segment by segment.
 
 
 class _Segment(NamedTuple):
@@ -366,7 +375,10 @@ class _Segment(NamedTuple):
         return self.view(z).to(dtype).reshape(-1, z.shape[-1])
 
     def end_indices(self, ends: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the mask (batch, 1) of sequences that end in the segment, and the index of their ends in ``view``."""
+        """Return the mask (batch, 1) of sequences that end in the segment, and the indices of their ends in ``view``.
+
+        ``ends`` (batch,) is the number of the last sample of each sequence.
+        """
         at, size = ends - self.start, self.steps * self.chunks
         is_here, at = (at >= 0) & (at < size), at.clamp(0, size - 1)
         return is_here.unsqueeze(1), (at % self.steps, torch.arange(len(at), device=at.device), at // self.steps)
@@ -378,7 +390,7 @@ def _segments(inputs: ScanInput) -> list[_Segment]:
     if inputs.x.device.type == "cpu":
         chunks = max(1, _OPERATION_SIZE // row)
         steps = min(_CHUNK_STEPS, root) if chunks > 1 else min(length, _SEGMENT_SIZE // row)
-    else:  # on a GPU launching a kernel is expensive and memory is fast
+    else:  # on a GPU, launching a kernel is expensive and access to memory is fast
         chunks, steps = length, root
     steps = max(_SHORTEST_CHUNK, steps)
     found, start = [], 0
@@ -389,12 +401,12 @@ def _segments(inputs: ScanInput) -> list[_Segment]:
 
 
 class _Oscillators:
-    """The oscillators of a scan with one kind of transition, and their gradients, summed over the segments."""
+    """The oscillators of a scan that have one kind of transition, with their gradients, summed over the segments."""
 
     def __init__(self, kind: str, is_held: bool, inputs: ScanInput, index: Any) -> None:
         self.kind, self.is_held, self.index, self.inputs = kind, is_held, index, inputs
         self.dtype = inputs.v0.dtype
-        # With strong damping the entries and their gradients are small differences, which need the wider dtype
+        # With strong damping the entries and their gradients are small differences, which need a wider dtype
         self.wide = inputs.rates.dtype if kind == "exact" and inputs.gaps is not None else self.dtype
         self.rates, self.w = inputs.rates[:, index], inputs.w[index]
         self.c = tuple(part[:, index] for part in inputs.c.chunk(2, 1))
@@ -403,10 +415,10 @@ class _Oscillators:
         self.dc = tuple(torch.zeros_like(part) for part in self.c)
 
     def transitions(self, segment: _Segment, with_vjp: bool = False) -> tuple[Entries, Entries]:
-        """Return the entries of :func:`transition` for each step, and of the product of all transitions of a chunk.
+        """Return the entries of the transition of each step, and of the product of all transitions of each chunk.
 
         The entries of steps have the shape (steps, 1 or batch, chunks * size). The four entries of products have the
-        shape (1 or batch, chunks, size). ``with_vjp`` prepares :meth:`add_rates`.
+        shape (1 or batch, chunks, size). ``with_vjp`` stores what :meth:`add_rates` needs.
         """
         dtype, gaps = self.dtype, self.inputs.gaps
         if gaps is None:
@@ -438,21 +450,21 @@ class _Oscillators:
         return tuple(entry.to(dtype).flatten(2) for entry in entries), carries
 
     def increments(self, u: Tensor, entries: Entries) -> Pair:
-        """Return the increments of v and x by the samples, given the products ``u`` of w and the samples."""
+        """Return the increments of v and x by the samples, given u = W s_t for all samples s_t."""
         if self.is_held:
             return u * entries[4], u * entries[5]
         return u, u.new_zeros(1, 1, u.shape[2]).expand(len(u), 1, -1)
 
     def add_rates(self, entries: Entries, states: Pair, u: Tensor, grads: Pair, wants_gaps: bool) -> Tensor | None:
-        """Add the gradient of the rates over a segment to ``drates``, and return the gradient of its gaps, if wanted.
+        """Add a segment's gradient of the rates to ``self.drates``; return the gradient of its gaps, if wanted.
 
-        ``states`` are v and x before the first step and after each, (steps + 1, batch, chunks * size). ``grads`` are
-        the gradients with respect to the states after each step. ``u`` is the product of w and the samples.
+        ``states`` holds v and x before the first step and after each step, (steps + 1, batch, chunks * size). ``grads``
+        holds the gradients with respect to v and x after each step. ``u`` is W s_t for all samples s_t.
         """
         v, x = states
         gv, gx = grads
         shape = (*u.shape[:2], -1, self.size)
-        if self.kind == "rotation":  # z = e^{λΔ} z₀ with gradient g: Δ Re(ḡz) with respect to -a, Δ Im(ḡz) to ω
+        if self.kind == "rotation":  # for z = e^{λΔ} z₀ with gradient g, -a has Δ Re(ḡz), ω has Δ Im(ḡz)
             p, q = (v[1:] + u if self.is_held else v[1:] - u), x[1:]
             along, across = (gv * p).addcmul_(gx, q), (gx * p).addcmul_(gv, q, value=-1)
             weights = self.gaps.expand(*shape[:2], *self.gaps.shape[2:]).reshape(1, -1)
@@ -475,7 +487,7 @@ class _Oscillators:
 
 
 def _oscillators(options: Options, inputs: ScanInput) -> list[_Oscillators]:
-    """Return the oscillators grouped by the kind of their transitions."""
+    """Divide the oscillators into groups with the same kind of transition, and return the groups."""
     if inputs.is_underdamped is None:
         return [_Oscillators(*options, inputs, slice(None))]
     masks = {"rotation": inputs.is_underdamped, options[0]: ~inputs.is_underdamped}
@@ -489,7 +501,7 @@ def _oscillators(options: Options, inputs: ScanInput) -> list[_Oscillators]:
 
 
 def _chunk_products(matrices: Tensor) -> Tensor:
-    """Return the entries (4, ...) of the product of n 2 × 2 matrices, (4, n, ...), with the last matrix leftmost."""
+    """Return the product of n 2 × 2 matrices, with the last matrix leftmost: entries (4, n, ...) -> (4, ...)."""
     while matrices.shape[1] > 1:
         even = matrices.shape[1] // 2 * 2
         first, second, rest = matrices[:, :even:2], matrices[:, 1:even:2], matrices[:, even:]
@@ -504,9 +516,10 @@ def _pairs(states: Sequence[Tensor]) -> list[Pair]:
 
 
 def _recur(rows: Sequence[Entries], inputs: Sequence[Pair], states: Sequence[Pair]) -> None:
-    """Overwrite the states h_1, h_2, ... by h_i = M_i h_{i-1} + b_i, with M_i from ``rows`` and b_i from ``inputs``.
+    """Compute h_i = M_i h_{i-1} + b_i in place, for i = 1, 2, ....
 
-    The memory of b_i may be that of h_i.
+    ``states`` is the list h_0, h_1, ...; all except h_0 are overwritten. ``rows`` holds the entries of M_1, M_2, ...,
+    and ``inputs`` holds b_1, b_2, .... b_i and h_i may share memory.
     """
     for (vv, vx, xv, xx), (bv, bx), (v, x), (v1, x1) in zip(rows, inputs, states, states[1:], strict=False):
         torch.addcmul(bv, vv, v, out=v1).addcmul_(vx, x)
@@ -516,11 +529,12 @@ def _recur(rows: Sequence[Entries], inputs: Sequence[Pair], states: Sequence[Pai
 def _starts(
     rows: Sequence[Entries], inputs: Sequence[Pair], start: Sequence[Tensor], carries: Entries, order: int = 1
 ) -> Sequence[Tensor]:
-    """Return the states of P oscillators at the starts of all chunks, (batch, chunks * P), given the first, (batch, P).
+    """Return the states of P oscillators at the starts of all chunks, (batch, chunks * P).
 
-    ``rows`` are the entries of the transitions of all steps of a chunk except the first. ``carries`` are the entries of
-    the product over each chunk, (1 or batch, chunks, P). ``inputs`` are the increments of all steps. With ``order=-1``
-    the chunks run from the last to the first.
+    ``start`` is the state at the start of the first chunk, (batch, P). ``rows`` holds the entries of the transitions of
+    all steps of a chunk except the first, and ``inputs`` the increments of all steps. ``carries`` holds the entries of
+    the product of the transitions of each chunk, (1 or batch, chunks, P). With ``order=-1`` the chunks run from the
+    last to the first.
     """
     if carries[0].shape[1] == 1:
         return start
@@ -539,10 +553,10 @@ def _starts(
 
 
 def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Tensor]]:
-    """Compute the scan in segments of chunks, and return its outputs and the states at the starts of chunks.
+    """Compute the scan in segments of chunks; return its outputs, and the states at the starts of chunks for backward.
 
-    At 1,024 samples it is 33 times as fast as :func:`scan_reference`: the rows "own" and "loop" of
-    benchmarks/oscillators.py.
+    For 1,024 samples it is 33 times as fast as :func:`scan_reference`; benchmarks/oscillators.py measures both in its
+    rows "own" and "loop".
     """
     inputs = ScanInput(*tensors)
     x, d, dtype = inputs.x, inputs.d, inputs.v0.dtype
@@ -578,7 +592,11 @@ def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Te
 
 
 def _path(matrices: Sequence[Entries], b: Sequence[Pair], start: Sequence[Tensor]) -> Pair:
-    """Return v and x at the starts of all chunks of a segment and after each step, (steps + 1, *start.shape)."""
+    """Return v and x at the starts of all chunks of a segment and after each of their steps.
+
+    Each has the shape (steps + 1, batch, chunks * P). ``start`` is the pair v, x at the starts, and ``b`` holds the
+    increments of the steps.
+    """
     v, x = (z.new_empty(len(matrices) + 1, len(z), b[0][0].shape[1]) for z in start)
     v[0], x[0] = start
     _recur(matrices, b, _pairs((v, x)))
@@ -590,11 +608,12 @@ def _vjp(
 ) -> tuple[Tensor | None, ...]:
     """Compute the VJP of the scan, from the last segment to the first.
 
-    ``residuals`` holds the states at the starts of chunks, and ``grads`` the gradients of the outputs, which may be
-    None. The result has a gradient for each field of :class:`ScanInput` that is ``needed``, and None for the others.
+    ``residuals`` holds the states at the starts of chunks. ``grads`` holds the gradients with respect to the outputs,
+    some of which may be None. The result has an entry for each field of :class:`ScanInput`: the gradient if it is
+    ``needed``, and None otherwise.
     """
     inputs, (starts,) = ScanInput(*tensors), residuals
-    wants: Any = ScanInput(*needed)  # type: ignore[arg-type]  # a bool per field
+    wants: Any = ScanInput(*needed)  # type: ignore[arg-type]  # one bool for each field
     x, d, dtype = inputs.x, inputs.d, inputs.v0.dtype
     dy = x.new_zeros(1, 1, 1).expand(*x.shape[:2], len(inputs.c)) if grads[0] is None else grads[0]
     dend = torch.stack([torch.zeros_like(inputs.v0) if grad is None else grad for grad in grads[1:]])
@@ -636,11 +655,12 @@ def _segment_vjp(
     wants: Any,
     dgaps: Tensor | None,
 ) -> Tensor:
-    """Return the gradient at W s_t, and add those of the other tensors of a segment to ``group`` and ``dgaps``.
+    """Return a segment's gradient of the products W s_t; add its other gradients to ``group`` and ``dgaps``.
 
-    ``rows`` are the samples, ``dout`` the gradients at the outputs, and ``start`` the states at the starts of chunks.
-    ``after`` is the gradient at the states after the segment, which those before it replace. ``dend`` is the gradient
-    at the last states of the sequences, and ``wants`` says of which tensors a gradient is needed.
+    ``rows`` holds the samples, ``dout`` the gradients of the outputs, and ``start`` the states at the starts of chunks.
+    ``after`` is the gradient of the states after the segment. It is overwritten by the gradient of the states before
+    the segment. ``dend`` is the gradient of the last states of the sequences. ``wants`` holds a bool for each field of
+    :class:`ScanInput`: whether its gradient is needed.
     """
     batch, ends = after.shape[1], group.inputs.ends
     shape = (segment.steps, batch, segment.chunks, -1)
@@ -648,7 +668,7 @@ def _segment_vjp(
     matrices = list(zip(*map(Tensor.unbind, entries[:4]), strict=True))
     u = (rows @ group.w.T).view(segment.steps, batch, -1)
     path = _path(matrices, _pairs(group.increments(u, entries)), start)
-    # Gradients of the states before the first step and after each, by the transposed recurrence
+    # Gradients of the states before the first step and after each step, by the transposed recurrence
     dpath = path[0].new_zeros(2, segment.steps + 1, batch, u.shape[2])
     for i, z in enumerate(path):
         group.dc[i].addmm_(dout.T, z[1:].view(-1, group.size))
@@ -679,7 +699,7 @@ def _segment_vjp(
 fast_scan = _torch.fast_form(scan_reference, _vjp)(_forward)
 
 
-# For torch.compile, the residuals have a shape that depends on the length alone: they are padded.
+# For torch.compile, the residuals are padded to a shape that depends only on the length.
 
 
 def _padded_forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Tensor]]:
@@ -702,7 +722,7 @@ def _padded_vjp(
     (starts,), inputs = residuals, ScanInput(*tensors)
     if starts.numel():
         starts = starts[:, :, : sum(segment.chunks for segment in _segments(inputs))]
-    else:  # not kept
+    else:  # the forward pass saved no residuals
         (starts,) = _forward(options, True, *tensors)[1]
     return _vjp(options, tensors, (starts,), grads, needed)
 

@@ -1,9 +1,9 @@
-r"""The scan z_i = e^{ρ_i + iφ_i} z_{i-1} + b_i with coefficients of each sample, real or complex.
+r"""The scan z_t = e^{ρ_t + iφ_t} z_{t-1} + b_t, real or complex, with coefficients that differ between time steps.
 
-The module has a reference implementation, one sample after another, and a fast one with its own VJP. All tensors are
-(T, ...), time first. The fast one cuts the series into about √T chunks. It runs all chunks side by side from zero, then
-the states between chunks, then all chunks from the right states. The transition over a chunk is the exponential of a
-sum. No cumulative product is inverted, so e^{ρ} may be 0.
+The module has a reference implementation, which loops over the samples, and a fast one with its own VJP. All tensors
+are (T, ...), time first. The fast implementation divides the series into about √T chunks. It first runs all chunks in
+parallel from zero states, then computes the states between chunks, and then runs all chunks in parallel from these
+states. The transition over a chunk is the exponential of a sum. No cumulative product is inverted, so e^{ρ} may be 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hbnode.nn._oscillator_step import accumulation_dtype
 
 def _exponential(rho: Tensor, phi: Tensor | None) -> Tensor:
     size = rho.exp()
-    return size if phi is None else torch.complex(size * phi.cos(), size * phi.sin())  # polar has NaN for tiny sizes
+    return size if phi is None else torch.complex(size * phi.cos(), size * phi.sin())  # torch.polar: NaN for tiny sizes
 
 
 def scan_reference(_: object, rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> tuple[Tensor]:
@@ -38,7 +38,7 @@ def _chunk_size(length: int) -> int:
 
 
 def _chunked(x: Tensor) -> Tensor:
-    """Return x, (T, ...), as chunks (count, size, ...), padded with zeros."""
+    """Divide x (T, ...) into chunks (count, size, ...); pad the last chunk with zeros."""
     size = _chunk_size(len(x))
     missing = -len(x) % size
     x = functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
@@ -48,7 +48,7 @@ def _chunked(x: Tensor) -> Tensor:
 def _recur(alpha: Tensor, b: Tensor, total: Tensor, start: Tensor, is_reversed: bool) -> Tensor:
     """Return the states of the recurrence h ← alpha h + b over chunks (count, size, ...), forwards or backwards.
 
-    ``total`` are the products of alpha over each chunk, (count, ...).
+    ``total`` holds the product of alpha over each chunk, (count, ...), and ``start`` is the first state.
     """
     order, chunks = range(b.shape[1]), range(len(b))
     steps = list(zip(b.unbind(1), alpha.unbind(1), strict=True))
@@ -74,7 +74,7 @@ def _forward(_: object, keep: bool, rho: Tensor, phi: Tensor | None, b: Tensor, 
     _torch.keep_freed_memory(rho.device)
     rho, turns = _chunked(rho), None if phi is None else _chunked(phi)
     alpha, phase = _exponential(rho, turns), None
-    if turns is not None:  # float32 would lose the phase over a chunk
+    if turns is not None:  # a sum of phases over a chunk loses digits in float32
         phase = turns.sum(1, dtype=accumulation_dtype(turns.dtype, turns.device))
         phase = (phase - 2 * math.pi * (phase / (2 * math.pi)).round()).to(rho.dtype)
     total = _exponential(rho.sum(1), phase)
@@ -85,10 +85,11 @@ def _forward(_: object, keep: bool, rho: Tensor, phi: Tensor | None, b: Tensor, 
 def _vjp(
     _: object, tensors: Sequence[Any], residuals: Sequence[Tensor], grads: Sequence[Any], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Compute the VJP by the same recurrence, backwards.
+    """Compute the VJP by the same recurrence, from the last sample to the first.
 
-    Let λ_i be the conjugate of the gradient of z_i, and μ_i = α_i λ_i with α_i = e^{ρ_i + iφ_i}. Then
-    μ_i = α_i g_i + α_i μ_{i+1}, where g_i is the conjugate of the gradient of output i alone.
+    Let α_t = e^{ρ_t + iφ_t} be the coefficient of sample t, and g_t the conjugate of the gradient of output t. Let λ_t
+    be the conjugate of the total gradient of z_t, later samples included. Then λ_t = g_t + μ_{t+1} with μ_t = α_t λ_t,
+    so μ_t = α_t g_t + α_t μ_{t+1}.
     """
     (_, phi, b, z0), (alpha, total, z) = tensors, residuals
     g = grads[0].conj().resolve_conj()
@@ -131,7 +132,7 @@ def scan(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
 
     Arguments:
         rho: logarithms of the moduli of the coefficients, (T, ...), at most 0.
-        phi: phases of the coefficients, (T, ...); None if all is real.
+        phi: phases of the coefficients, (T, ...); None if all coefficients are real.
         b: increments, (T, ...), complex unless ``phi`` is None.
         z0: the state before the first sample, (...).
     """

@@ -1,4 +1,4 @@
-"""Arguments that the subclasses of a layer share: documented once, and shown in the signature of each subclass."""
+"""A decorator that shows the arguments of a base class in the signature and docstring of its subclasses."""
 
 import inspect
 import re
@@ -8,13 +8,15 @@ Layer = TypeVar("Layer", bound=type)
 
 
 def shares_arguments(kind: Layer, base: type | None = None) -> Layer:
-    """Show the arguments that a class hands on to its base in its signature, and their descriptions in its docstring.
+    """Add the arguments that a class passes on to its base class to the signature and the docstring of the class.
 
-    A class that hands them on to another one calls it ``base``.
+    The decorated class either inherits ``__init__``, or its ``__init__`` takes ``**options: Unpack[Options]``, where
+    the keys of the TypedDict ``Options`` name keyword arguments of the base class. The docstring of the decorated class
+    describes only its additional arguments. Its sections Shape and Raises are copied from the base class if missing.
 
-    ``__init__`` takes ``**options: Unpack[Options]`` with a TypedDict of the names of keyword arguments of the base's
-    ``__init__``, or is that of the base. The docstring describes only arguments of its own. The sections Shape and
-    Raises are those of the base, unless the docstring has its own.
+    Arguments:
+        kind: the class to decorate.
+        base: the class that takes the options. Default: None, the nearest base class with an ``__init__``.
     """
     base = base or next(each for each in kind.__mro__[1:] if "__init__" in vars(each))
     init: Any = vars(kind).get("__init__", vars(base)["__init__"])
@@ -26,7 +28,7 @@ def shares_arguments(kind: Layer, base: type | None = None) -> Layer:
         shared = [parameter for name, parameter in base_parameters.items() if name in names]
         own = own.replace(parameters=[*parameters, *shared])
         init.__signature__ = own
-    if kind.__doc__ is not None and base.__doc__ is not None:  # they are None under python -OO
+    if kind.__doc__ is not None and base.__doc__ is not None:  # docstrings are None under python -OO
         ours, theirs = _sections(kind.__doc__), _sections(base.__doc__)
         entries = _entries(theirs["Arguments"]) | _entries(ours.get("Arguments", ""))
         found = {name: theirs[name] for name in ("Shape", "Raises") if name in theirs} | ours
@@ -40,12 +42,12 @@ _SECTIONS = ("Arguments", "Shape", "Raises", "Example")
 
 
 def _sections(doc: str) -> dict[str, str]:
-    """Split a docstring into its text, under the name "", and its sections."""
+    """Split a docstring into a dict of its sections by name; the text before the first section has the name ""."""
     text, *rest = re.split(rf"^({'|'.join(_SECTIONS)}):\n", inspect.cleandoc(doc), flags=re.MULTILINE)
     return {"": text} | dict(zip(rest[::2], rest[1::2], strict=True))
 
 
 def _entries(arguments: str) -> dict[str, str]:
-    """Return the description of each argument, with its name and its line breaks."""
+    """Split the section Arguments into a dict from each argument's name to its lines."""
     entries = re.split(r"^(?=    \w+: )", arguments.rstrip() + "\n", flags=re.MULTILINE)[1:]
     return {entry.partition(":")[0].strip(): entry for entry in entries}

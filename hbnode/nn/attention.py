@@ -13,15 +13,15 @@ from typing_extensions import override
 from hbnode._checks import as_count, as_real, check_bool, check_input, refuse_gradient
 from hbnode._torch import ModuleWithConstants, may_look
 from hbnode._tree import Record, register
+from hbnode.nn._linear_attention import MomentumAttentionState, check_number, momentum_attention
 from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, check_delta, count_packed, heavy_ball_memory
-from hbnode.nn.momentum_attention import MomentumAttentionState, check_number, momentum_attention
 from hbnode.nn.sequences import check_dtype, shown
 
 State = TypeVar("State")
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys, values: (batch, heads, length, head_dim)
 Numbers = float | Sequence[float] | Tensor
 
-LEAST_NORM = 1e-3  # lower bound of the norms that queries and keys are divided by, which bounds the gradient
+LEAST_NORM = 1e-3  # queries and keys are divided by their norm, or by this if it is larger, to bound the gradient
 MASK_FIX = (
     "Fix: is_causal=True for causal attention, key_padding_mask (batch, length), True = ignore, for padding, "
     "torch.nn.MultiheadAttention for other masks"
@@ -29,7 +29,9 @@ MASK_FIX = (
 
 
 class MultiheadBase(ModuleWithConstants, Generic[State]):
-    """A base class of multihead attention: input and output projections around the ``_attend`` of a subclass.
+    """The base class of the multihead attention modules.
+
+    It projects the inputs to queries, keys and values, calls ``_attend`` of the subclass, and projects the output.
 
     Parameters and their initialisation are those of ``torch.nn.MultiheadAttention``: ``in_proj_weight``,
     ``in_proj_bias`` and ``out_proj``. If ``kdim`` or ``vdim`` differs from ``embed_dim``, ``q_proj_weight``,
@@ -40,7 +42,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
     q_proj_weight: nn.Parameter
     k_proj_weight: nn.Parameter
     v_proj_weight: nn.Parameter
-    _shown: ClassVar[tuple[str, ...]]  # attributes in the representation
+    _shown: ClassVar[tuple[str, ...]]  # names of the attributes that repr shows
     _qkv_same_embed_dim = False  # so that torch.nn.TransformerEncoderLayer never uses its fused softmax attention
 
     def __init__(
@@ -84,7 +86,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **options)
         if bias:
             nn.init.zeros_(self.out_proj.bias)
-        for name, shape in shapes.items():  # last: one seed gives the weights of torch.nn.MultiheadAttention
+        for name, shape in shapes.items():  # drawn last, so that a seed gives the weights of nn.MultiheadAttention
             if shape is not None:
                 nn.init.xavier_uniform_(getattr(self, name))
 
@@ -109,9 +111,9 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
 
         Arguments:
             query: (length, batch, embed_dim); (batch, length, embed_dim) if ``batch_first``; or (length, embed_dim).
-            key: laid out as the query, with kdim features. Its length may differ unless causal. Default: ``None``,
-                the query.
-            value: laid out as the key and of its length, with vdim features. Default: ``None``, the key.
+            key: in the layout of the query, with kdim features. If causal, it must have the length of the query.
+                Default: ``None``, the query.
+            value: in the layout of the key and with its length, with vdim features. Default: ``None``, the key.
             key_padding_mask: (batch, keys), or (keys,) if the query has no batch; True = ignore. Default: ``None``.
             need_weights: must be False, because attention weights are not available. Default: ``False``.
             attn_mask: must be None. Default: ``None``.
@@ -239,9 +241,10 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         causal: bool,
         state: State | None = None,
     ) -> tuple[Tensor, State | None]:
-        """Compute attention with projected heads; return outputs (batch, heads, length, head_dim), and the new state.
+        """Compute attention from ``heads``, the projected queries, keys and values.
 
-        ``key`` is the input of the key projection (batch, length, kdim), from which a subclass may compute gates.
+        ``key`` is the input of the key projection (batch, length, kdim), from which a subclass may compute gates. The
+        result is the outputs (batch, heads, length, head_dim) and the new state.
         """
         raise NotImplementedError
 
@@ -264,7 +267,10 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         return joined
 
     def _check_packed(self, cu_seqlens: Tensor | None, x: Tensor) -> tuple[int, dict[str, Any]]:
-        """Return the number of sequences in x (batch, length, features), and ``cu_seqlens`` as an argument if given."""
+        """Return the number of sequences in x (batch, length, features), and the argument ``cu_seqlens`` as a dict.
+
+        The dict is empty if ``cu_seqlens`` is None.
+        """
         if cu_seqlens is None:
             return x.shape[0], {}
         if not isinstance(self, HeavyBallMemory):
@@ -309,8 +315,8 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
         output_i = phi(q_i)^T s_i / (phi(q_i)^T z_i + eps)
 
     ``momentum=0`` is linear attention. With momentum β, the weight of a key in s_i grows from γ to γ / (1 - β) as more
-    keys follow it. A baseline without momentum, with this limit as every key's weight, is ``momentum=0`` with
-    ``step_size`` = γ / (1 - β).
+    keys follow it. ``momentum=0`` with ``step_size`` = γ / (1 - β) gives every key this limit as its weight. It is the
+    baseline without momentum.
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), equations 72 to 74;
@@ -447,8 +453,9 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
 
     The gates r_t, α_t and μ_t are in (0, 1) and are computed from the input by a linear layer and a sigmoid. Keys and
     queries are divided by their norm, or by 0.001 if their norm is smaller. If every two keys are equal or orthogonal,
-    S stays bounded for all gates and all repetitions of keys. If the factor were (1 - μ_t)^2 in the update of S and 1
-    in that of P, S could grow without bound for a key-dependent μ_t. ``momentum=False`` is Gated DeltaNet;
+    S stays bounded for all gates and all repetitions of keys. The factor 1 - μ_t appears in both updates for this
+    reason: with (1 - μ_t)^2 in the update of S and 1 in the update of P, S could grow without bound for a μ_t that
+    depends on the key. ``momentum=False`` is Gated DeltaNet;
     ``momentum=False`` with ``delta=False`` is gated linear attention.
 
     References:
@@ -515,8 +522,8 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
                 stacklevel=2,
             )
         self.gates = nn.Linear(embed_dim, self.num_heads * (1 + momentum + decay), device=device, dtype=dtype)
-        # r = 1/2, half-lives of S from 10 to 1,000 tokens over the heads, and μ from 0.05 to 0.5: a key that is
-        # written once enters S with the weight (1 - μ) r, which is small if μ is large
+        # Initially r = 1/2. Over the heads, the half-life of S ranges from 10 to 1,000 tokens, and μ from 0.05 to 0.5.
+        # μ is not larger, because a key that is written once enters S with the weight (1 - μ) r.
         nn.init.normal_(self.gates.weight, std=0.02)
         spread = torch.linspace(0, 1, self.num_heads, dtype=torch.float64)
         rows = [torch.zeros(self.num_heads)]
@@ -558,7 +565,7 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
         )
 
     def _gates(self, x: Tensor) -> dict[str, Any]:
-        """Compute gates (batch, heads, length) from x (batch, length, embed_dim), as arguments of heavy_ball_memory."""
+        """Compute the gates (batch, heads, length) from x (batch, length, embed_dim), as arguments by name."""
         rows = iter(self.gates(x).transpose(1, 2).unflatten(1, (-1, self.num_heads)).unbind(1))
         write, log_decay, log_momentum, step = torch.sigmoid(next(rows)), None, None, None
         if self.has_decay:
@@ -588,7 +595,7 @@ class KeyValueCache(Record):
     def __init__(self, keys: Tensor, values: Tensor, ignored: Tensor | None = None) -> None:
         self._keys, self._values, self._ignored = keys, values, ignored
         self.length = keys.shape[2]
-        self._filled = [self.length]  # tokens in the buffers: a list, which caches with the same buffers share
+        self._filled = [self.length]  # number of tokens in the buffers; caches with the same buffers share the list
 
     def __len__(self) -> int:
         return self.length
@@ -609,14 +616,16 @@ class KeyValueCache(Record):
         return None if self._ignored is None else self._ignored[:, : self.length]
 
     def positions(self, length: int, ignored: Tensor | None) -> Tensor:
-        """Return the positions of the next tokens: (length,), or (batch, length) with padding, which does not count.
+        """Return the positions of the next tokens, (length,), or (batch, length) if there is padding.
+
+        Padding does not count as a position.
 
         Arguments:
             length: number of tokens.
             ignored: padding mask of the tokens (batch, length), or None.
         """
         start = self.length if self.ignored is None else (~self.ignored).sum(1, keepdim=True)
-        return start + places(length, ignored, self._keys.device)
+        return start + count_before(length, ignored, self._keys.device)
 
     @override
     def as_dict(self) -> dict[str, Any]:
@@ -629,11 +638,11 @@ class KeyValueCache(Record):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the tokens only, without the free room of the buffers."""
+        """Pickle only the stored tokens, without the unused part of the buffers."""
         return KeyValueCache, tuple(None if x is None else x.clone() for x in (self.keys, self.values, self.ignored))
 
     def append(self, keys: Tensor, values: Tensor, ignored: Tensor | None = None) -> KeyValueCache:
-        """Return a new cache that holds the next tokens too.
+        """Return a new cache that also holds the next tokens.
 
         Arguments:
             keys: (batch, heads, new, dim).
@@ -645,7 +654,7 @@ class KeyValueCache(Record):
             joined = [torch.cat((before.to(new.dtype), new), 2) for before, new in pairs]
             return KeyValueCache(joined[0], joined[1], self._joined_mask(keys.shape[2], ignored))
         length = self.length + keys.shape[2]
-        # tensors made in inference mode cannot be written to outside of it
+        # outside inference mode, tensors that were made in inference mode cannot be modified
         is_frozen = may_look() and self._keys.is_inference() and not torch.is_inference_mode_enabled()
         is_full = length > self._keys.shape[2] or keys.dtype != self._keys.dtype
         if is_full or is_frozen or self._filled[0] != self.length:
@@ -669,8 +678,11 @@ class KeyValueCache(Record):
         return torch.cat((before, none[:, self.length :] if ignored is None else ignored), 1)
 
 
-def places(length: int, ignored: Tensor | None, device: torch.device) -> Tensor:
-    """Return the number of tokens before each of ``length`` tokens, (length,), or with padding (batch, length)."""
+def count_before(length: int, ignored: Tensor | None, device: torch.device) -> Tensor:
+    """Count, for each of ``length`` tokens, the tokens before it that are not padding.
+
+    The result is (length,), or (batch, length) if ``ignored`` (batch, length) marks padding.
+    """
     if ignored is None:
         return torch.arange(length, device=device)
     counted = (~ignored).long()
@@ -716,8 +728,9 @@ class SoftmaxAttention(MultiheadBase[KeyValueCache]):
         vdim: number of features of the value. Default: ``None``, embed_dim.
         batch_first: whether inputs and outputs are (batch, length, features). Default: ``False``.
         rotary: whether to apply rotary position embedding to queries and keys; embed_dim / num_heads must be even.
-            Ignored keys do not count as positions. The i-th query has the position of the i-th key if there are as many
-            queries as keys, otherwise i. Use False for attention to another sequence. Default: ``True``.
+            Ignored keys do not count as positions. If there are as many queries as keys, the i-th query has the
+            position of the i-th key; otherwise its position is i. Use False for attention to another sequence.
+            Default: ``True``.
         causal: whether a query attends only to keys at or before its position. Default: ``True``.
         device: device of the parameters. Default: ``None``, torch's default.
         dtype: dtype of the parameters. Default: ``None``, torch's default.
@@ -806,7 +819,10 @@ def _check_cache(state: KeyValueCache, keys: Tensor) -> None:
 
 
 def read_mask(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Return a mask (batch, keys) of booleans or, like torch.nn's, of 0 and -inf, as booleans with True = ignore."""
+    """Convert a mask (batch, keys) to booleans with True = ignore.
+
+    The mask holds booleans, or 0 and -inf as in torch.nn.
+    """
     if mask is None:
         return None
     check_input(mask, "key_padding_mask")

@@ -22,7 +22,7 @@ from hbnode.solve.odeint import checked_span, resolve, solve
 from hbnode.solve.settings import Gradient, Method, Save, Settings, checked_jumps
 
 _SETTINGS = {field.name: field.name for field in dataclasses.fields(Settings) if field.name != "common_steps"}
-_SETTINGS["compile"] = "compile_steps"  # nn.Module has a method ``compile``
+_SETTINGS["compile"] = "compile_steps"  # because nn.Module has a method ``compile``
 
 
 class ODEBlock(nn.Module):
@@ -103,14 +103,14 @@ class ODEBlock(nn.Module):
         self.augment = as_count(augment, "augment", least=0)
         if augment and initial_state is not None:
             raise ValueError("augment and initial_state were both given. Fix: append the zeros in initial_state.")
-        self.field = cast(Field, field)  # or another module with its methods
+        self.field = cast(Field, field)  # or another module with the methods of a Field
         self.t_span = checked_span(t_span)
         self.method, self.rtol, self.atol, self.gradient, self.steps = method, rtol, atol, gradient, steps
         self.per_sample, self.save, self.jump_times, self.max_steps = per_sample, save, jump_times, max_steps
         self.options, self.adjoint_options, self.compile_steps = options, adjoint_options, compile
         self.initial_state = initial_state
         self._nfe = NFE()
-        settings = self.settings()  # raises for a wrong argument here, not in the first call
+        settings = self.settings()  # a wrong argument raises an error here, not in the first call
         self._settings = settings if options is None and adjoint_options is None else None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -123,7 +123,7 @@ class ODEBlock(nn.Module):
 
     @property
     def nfe(self) -> NFE:
-        """Return the function evaluations of the last call; the backward pass adds its own part.
+        """Return the numbers of function evaluations in the last call and, once it has run, in its backward pass.
 
         Setting ``block.nfe = 0`` starts a new count that also includes the backward pass of the last call.
         """
@@ -137,27 +137,26 @@ class ODEBlock(nn.Module):
         self._nfe = self._nfe.successor
 
     def forward(self, x: Tensor, t: Times | None = None) -> Tensor:
-        """Return h at the end of ``t_span``, or at the times ``t`` of a path that starts in x at ``t[0]``."""
+        """Return h at the end of ``t_span``, or, given ``t``, h at the times ``t``, with x as the value at ``t[0]``."""
         readout = self.field.readout
-        if t is None and getattr(readout, "__func__", None) is Field.readout:  # takes a single state, too
+        if t is None and getattr(readout, "__func__", None) is Field.readout:  # it takes a state at one time
             return readout(self._solve(self.field, self.start(x), None, end=True))
         h = readout(self.trajectory(x, t))
         return h[-1] if t is None else h
 
-    if TYPE_CHECKING:  # nn.Module's returns Any
+    if TYPE_CHECKING:  # __call__ of nn.Module returns Any
         __call__ = forward
 
     def trajectory(self, x: Tensor, t: Times | None = None) -> State:
-        """Return the whole state at the times ``t`` of a path that starts in x at ``t[0]``, time first.
+        """Return the whole state at the times ``t``, time first, for the initial value x at ``t[0]``.
 
-        ``block(x, t)`` returns only h.
-
-        Function evaluations are counted and gradients computed as for ``block(x, t)``.
+        ``block(x, t)`` returns only h. Function evaluations are counted, and gradients computed, as for
+        ``block(x, t)``.
 
         Arguments:
             x: input (batch, d, ...), the state at ``t[0]``.
-            t: times (T,), or (batch, T) with times per sample, at least two, as the first is that of x. Default: None,
-                the two ends of ``t_span``.
+            t: at least two times, the first of which is the time of x: (T,), or (batch, T) with times per sample.
+                Default: None, the two ends of ``t_span``.
 
         Returns:
             The same as :func:`hbnode.odeint` for the field. HBNODE and GHBNODE give the pair (h, m) and SONODE (h, v),
@@ -178,7 +177,7 @@ class ODEBlock(nn.Module):
 
         .. math:: q(t) = \int_{t_0}^{t} g(s, y(s), y'(s))\, ds
 
-        q is solved as a further equation, q' = g with q = 0 at the start. The solver is ``"tsit5"`` or one of
+        The block solves q' = g, with q = 0 at the start, together with the ODE. The solver is ``"tsit5"`` or one of
         torchdiffeq's methods, because Nyström and splitting methods solve h'' + γh' = f only. A step is accepted if the
         error norms of the state and of q are both at most 1. The integral therefore never loosens the tolerance of h.
         Gradients flow to h, q and all parameters of f and g in every gradient mode except ``"reversible"``.
@@ -224,7 +223,7 @@ class ODEBlock(nn.Module):
         return (h[-1], q[-1]) if t is None else (h, q)
 
     def start(self, x: Tensor) -> State:
-        """Return the initial state for an input x (batch, d, ...), with appended zeros and initial momentum."""
+        """Return the initial state for an input x (batch, d, ...): h with appended zeros, and the initial momentum."""
         with _traced_shapes():
             if self.initial_state is not None:
                 return self.initial_state(x)
@@ -238,7 +237,7 @@ class ODEBlock(nn.Module):
             self._nfe = nfe
         if settings is None:
             settings = self._settings or self.settings()
-            if self.options is None and self.adjoint_options is None:  # dicts may be modified in place
+            if self.options is None and self.adjoint_options is None:  # dicts may be modified by the user
                 self._settings = settings
         if getattr(t, "shape", (len(t) if isinstance(t, Sequence) else 0,))[-1:] == (1,):
             warnings.warn(
@@ -298,7 +297,7 @@ class HeavyBallODEBlock(ODEBlock):
         activation: σ of a generalized block, elementwise. Default: None, tanh.
         time_dependent: whether ``func`` takes the time. Default: None, inferred from the signature of ``func``.
         t_span: start and end of the integration, ``(t0, T)``. Default: (0.0, 1.0).
-        method: solver, as for :class:`ODEBlock`; so are the arguments that follow. Default: None, the best native one.
+        method: solver. This and the next arguments are those of :class:`ODEBlock`. Default: None, the best native one.
         rtol: relative tolerance. Default: 1e-5.
         atol: absolute tolerance. Default: 1e-5.
         gradient: how gradients are computed. Default: None, ``"checkpoint"`` for native methods.
@@ -315,7 +314,7 @@ class HeavyBallODEBlock(ODEBlock):
 
     Raises:
         TypeError: if the signature of ``func`` does not show whether it takes the time.
-        ValueError: if an argument is out of its range, or is one of a generalized block only.
+        ValueError: if an argument is out of its range, or is only valid with ``generalized=True``.
 
     Example:
         >>> import torch, hbnode

@@ -1,7 +1,7 @@
-"""The functional forms of attention, memory and oscillators."""
+"""Attention, memory and oscillators as functions without parameters."""
 
+from hbnode.nn._linear_attention import MomentumAttentionState, momentum_attention
 from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, heavy_ball_memory
-from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention
 from hbnode.nn.oscillators import oscillator_step
 
 __all__ = [

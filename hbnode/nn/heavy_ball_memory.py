@@ -13,7 +13,7 @@ from hbnode._checks import as_count, check_input, is_one_of
 from hbnode._torch import is_transformed, no_autocast
 from hbnode._tree import Record, record
 from hbnode.nn._delta_rule import chunkwise
-from hbnode.nn._memory_op import compiled, packed
+from hbnode.nn._memory_op import by_group, compiled
 
 Gate = Tensor | float
 Delta = Literal["decayed", "plain", False]
@@ -63,7 +63,7 @@ def heavy_ball_memory(
 
     :math:`\mu_t`, :math:`\alpha_t`, :math:`s_t` and :math:`\eta_t` are the gates, and the argument ``delta`` defines
     :math:`p_t`. With a delta rule (``delta`` is not False) the update is a step of gradient descent with momentum on
-    :math:`\tfrac12 \|v_t - S^\top k_t\|^2`. Special cases have names:
+    :math:`\tfrac12 \|v_t - S^\top k_t\|^2`. Special cases are known models:
 
     ==================================  ====================================================================
     arguments                           model
@@ -72,7 +72,7 @@ def heavy_ball_memory(
                                         linear attention with a decay for each step
     ``delta=False``                     the momentum attention of :func:`momentum_attention`, without feature
                                         map and normaliser
-    ``delta="plain"``                   Titans with a linear memory and a block of one
+    ``delta="plain"``                   Titans with a linear memory and blocks of one token
     ``delta="decayed"``, no momentum    Gated DeltaNet; DeltaNet without decay
     ``delta="decayed"``                 Momentum DeltaNet
     ==================================  ====================================================================
@@ -88,7 +88,7 @@ def heavy_ball_memory(
     The sequence is processed in chunks, without approximation. The state before each chunk is saved for backward; the
     backward pass recomputes the rest. Derivatives of any order are available. Inputs in half precision are accumulated
     in float32, also under autocast. In graphs of ``torch.compile``, and of ``torch.export`` with a dynamic length, the
-    memory is one operator. ``import hbnode`` defines it: import it before loading such a program.
+    memory is one operator. ``import hbnode`` defines the operator, so import hbnode before loading such a program.
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? A Few Case Studies,
@@ -101,10 +101,10 @@ def heavy_ball_memory(
         k: keys (batch, heads, length, D).
         v: values (batch, heads, length, M).
         log_momentum: :math:`\log \mu \le 0`, as a tensor (batch, heads, length) or (heads,), or a number. ``-inf`` is
-            :math:`\mu = 0`. None is a memory without velocity, which costs less. Values of tensors are not checked.
-        log_decay: :math:`\log \alpha \le 0`, likewise; None is :math:`\alpha = 1`. Default: ``None``
-        step: :math:`s`, likewise; None is :math:`1 - \mu`, or 1 without momentum. Default: ``None``
-        write: :math:`\eta`, likewise; None is 1. Default: ``None``
+            :math:`\mu = 0`. None is a memory without velocity, which is faster. Values of tensors are not checked.
+        log_decay: :math:`\log \alpha \le 0`, in the same form; None is :math:`\alpha = 1`. Default: ``None``
+        step: :math:`s`, in the same form; None is :math:`1 - \mu`, or 1 without momentum. Default: ``None``
+        write: :math:`\eta`, in the same form; None is 1. Default: ``None``
         delta: the delta rule. ``"decayed"`` is :math:`p_t = \alpha_t k_t`, ``"plain"`` is :math:`p_t = k_t`, and
             ``False`` is no delta rule, :math:`e_t = v_t`. Default: ``"decayed"``
         key_padding_mask: (batch, length), True = ignore: the step does not change the state, and its output is computed
@@ -113,12 +113,12 @@ def heavy_ball_memory(
             batch is then 1: sequence i has the steps from ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``, and the state
             has a batch of N. Outside of graphs, its values are read on the CPU. Default: ``None``
         initial_state: state to continue from; None is zeros. Default: ``None``
-        return_state: whether to return the state too. Default: ``False``
+        return_state: whether to also return the state. Default: ``False``
         chunk_size: number of steps computed together, rounded up to a multiple of 8. It changes only speed and
             rounding. Default: ``64``
 
     Returns:
-        Outputs (batch, heads, length, M), in the dtype of the inputs. With ``return_state`` the outputs and a
+        The outputs (batch, heads, length, M), in the dtype of the inputs. With ``return_state``, the outputs and a
         :class:`HeavyBallMemoryState`, from which another call can continue the sequence.
 
     Raises:
@@ -149,7 +149,7 @@ def heavy_ball_memory(
         if gamma is None and mu is not None:
             gamma = -torch.expm1(mu)  # 1 − μ; 0 for an ignored step
         s, p = _read_state(initial_state, batch, q, v, mu is not None, dtype)
-        if ignored is not None:  # zeros, because 0 * NaN is NaN
+        if ignored is not None:  # a factor of 0 would keep NaN
             k, v = k.masked_fill(ignored.unsqueeze(-1), 0.0), v.masked_fill(ignored.unsqueeze(-1), 0.0)
             q = q.masked_fill(ignored.unsqueeze(-1) & ~q.isfinite(), 0.0)
         tensors = q, k, v, mu, alpha, gamma, eta, s, p
@@ -162,20 +162,20 @@ def heavy_ball_memory(
         elif cu_seqlens is None:
             out, s, p = chunkwise(options, *tensors)
         else:
-            out, s, p = packed(chunkwise, options, cu_seqlens, *tensors)
+            out, s, p = by_group(chunkwise, options, cu_seqlens, *tensors)
     return (out, HeavyBallMemoryState(s, p)) if return_state else out
 
 
 def _has_one_length(q: Tensor) -> bool:
-    """Return whether torch.export records a graph for one length, which consists of torch's own operations."""
-    # torch.compile does not tell symbolic lengths apart
+    """Return whether torch.export records a graph for one fixed length, which then consists of torch's operations."""
+    # during torch.compile this cannot be known: a length that looks fixed may be symbolic
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling() and isinstance(q.shape[2], int)
 
 
 def _recurrence(
     options: tuple[Delta, int], q: Tensor, k: Tensor, v: Tensor, *gates_and_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute one step of the recurrence of :func:`heavy_ball_memory`, for sequences of length 1."""
+    """Compute :func:`heavy_ball_memory` for sequences of length 1, by one step of the recurrence."""
     log_momentum, log_decay, step, write, s, p = gates_and_state
     assert s is not None
     dtype = torch.promote_types(q.dtype, v.dtype)
@@ -237,7 +237,7 @@ def check_mask(mask: Tensor, k: Tensor) -> None:
 
 
 def count_packed(cu_seqlens: Tensor, batch: int, fix: str) -> int:
-    """Check the boundaries of packed sequences and the batch; return the number of sequences."""
+    """Return the number of packed sequences; raise an error if their boundaries or the batch size are not valid."""
     is_tensor, integers = isinstance(cu_seqlens, Tensor), (torch.int32, torch.int64)
     if not is_tensor or cu_seqlens.dtype not in integers or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if is_tensor else type(cu_seqlens).__name__
@@ -257,7 +257,7 @@ def _read_gate(gate: Gate | None, name: str, like: Tensor, ignored: Tensor | Non
     if not isinstance(gate, Tensor):
         gate = like.new_full((), _check_number(gate, name))
     shape, wanted = tuple(gate.shape), tuple(like.shape)
-    # comparing batch with heads would add a guard to exported programs
+    # a comparison of batch with heads would add a condition to exported programs
     fits = gate.dim() == 0 or (gate.dim() == 1 and shape == (wanted[1],))
     if not fits and not (gate.dim() == 3 and all(n in (1, m) for n, m in zip(shape, wanted, strict=True))):
         fixes = {(wanted[0], wanted[2], wanted[1]): f"{name}.transpose(1, 2)", (*wanted, 1): f"{name}.squeeze(-1)"}
@@ -301,7 +301,7 @@ def _read_state(
 
 
 def check_state(state: object, kind: type[Record], shapes: Mapping[str, tuple[int, ...] | None], like: Tensor) -> None:
-    """Raise an error unless a state is a ``kind`` of tensors of these shapes on the device of ``like``."""
+    """Raise an error unless a state has the type ``kind``, tensors of these shapes, and the device of ``like``."""
     if not isinstance(state, kind):
         raise TypeError(
             f"initial_state must be a {kind.__name__} or None, got {type(state).__name__}. Fix: pass the state that a "

@@ -30,13 +30,14 @@ class Gaussian(Record):
 
 @record
 class OscillatorBelief(Record):
-    """The joint normal distribution of the states of noisy oscillators at a time.
+    """The joint normal distribution of the states of all noisy oscillators at one time.
 
     Attributes:
         v: means of the velocities, (batch, num_oscillators), in float64.
         x: means of the displacements, (batch, num_oscillators).
         t: the time, (batch,).
-        covariance: the covariance of (v, √κ x) with the stiffness κ, (batch, 2 num_oscillators, 2 num_oscillators).
+        covariance: covariance matrix of (v, √κ x), where κ is the stiffness, (batch, 2 num_oscillators,
+            2 num_oscillators).
     """
 
     v: Tensor
@@ -62,22 +63,22 @@ class OscillatorFiltered(Record):
     state: OscillatorBelief
 
 
-_BLOCK_SIZE = 4096  # squares of a block's length, above which its operations cost more than the call of them
-_ROUNDING_ERRORS = 64  # rounding errors in the covariance of a block
+_BLOCK_SIZE = 4096  # squared size of a block above which arithmetic takes longer than calling the operations
+_ROUNDING_ERRORS = 64  # size of rounding errors in the covariance of a block, in units of the machine precision
 
 
 class Blocks(NamedTuple):
-    """Samples in blocks of n values, and their distribution given the state h before each block.
+    """The samples of each series, divided into blocks, and the distribution of a block given the state h before it.
 
-    The signal in a block is M h + ε, and the state after the block is Φ h + η, with normal ε and η independent of h.
-    The values of a block are ordered by sample, then by channel. There are S sets of values at the same times. All
-    fields have the dimensions (blocks, batch) first.
+    The signal in a block is M h + ε, and the state after the block is Φ h + η, where ε and η are normal and independent
+    of h. A block has n values, ordered by sample, then by channel. There are S sets of values at the same times. P is
+    the number of oscillators. All fields begin with the dimensions (blocks, batch).
 
     Attributes:
         m: M, (n, 2 P).
         phi: Φ, (2 P, 2 P).
         k: the stationary covariance of the signal, (n, n).
-        g: the stationary covariance of the signal with the state after the block, (n, 2 P).
+        g: the stationary covariance between the signal and the state after the block, (n, 2 P).
         x: the values (n, S); 0 where nothing is observed.
         seen: 1 for observed values, else 0; (n,).
         noise: variance of the observation noise (n,).
@@ -93,14 +94,15 @@ class Blocks(NamedTuple):
 
 
 class Updates(NamedTuple):
-    """The states before the blocks, and the factors of the update by each block.
+    """The distributions of the states before the blocks, and the matrices with which each block updates them.
 
     Attributes:
         mean: mean μ of the state before each block, (blocks, batch, 2 P, S).
-        excess: D, its covariance minus the stationary covariance I, (blocks, batch, 2 P, 2 P).
-        factor: L, where L Lᵀ is the covariance of the observed values given earlier blocks, (blocks, batch, n, n).
-        white: L⁻¹ times the errors of the predicted values, (blocks, batch, n, S); independent and standard normal.
-        a: L⁻¹ times the covariance of the observed values with the state after the block, (blocks, batch, n, 2 P).
+        excess: D, the covariance of this state minus the stationary covariance I, (blocks, batch, 2 P, 2 P).
+        factor: L, the Cholesky factor of the covariance of the observed values given earlier blocks,
+            (blocks, batch, n, n).
+        white: L⁻¹ times the prediction errors, (blocks, batch, n, S); its entries are independent and standard normal.
+        a: L⁻¹ times the covariance between the observed values and the state after the block, (blocks, batch, n, 2 P).
         last: μ and D after the last block.
     """
 
@@ -113,20 +115,22 @@ class Updates(NamedTuple):
 
 
 class KalmanFilter:
-    r"""The Kalman filter and smoother of P oscillators with states h = (v, √κ x)/σ of stationary covariance I.
+    r"""The Kalman filter and smoother of P oscillators with the scaled states h = (v, √κ x)/σ.
 
-    The filter takes a block of samples at a time, which is a Gaussian process given the state before it. The notation
-    is that of :class:`Blocks`; the state before a block has the mean μ and the covariance I + D. The observed values y
-    of the block then have the covariance S = K + M D Mᵀ + noise. Their covariance with the state after the block is A =
-    G + M D Φᵀ. The update is
+    The stationary covariance of h is the identity I. The filter processes the samples block by block; given the state
+    before it, a block is a Gaussian process. K, M, G and Φ are the matrices of :class:`Blocks`. Let the state before a
+    block have the mean μ and the covariance I + D. The observed values y of the block then have the covariance
+    S = K + M D Mᵀ + noise. The covariance between y and the state after the block is A = G + M D Φᵀ. The update is
 
     .. math:: \mu \leftarrow \Phi\mu + A^T S^{-1}(y - M\mu), \qquad D \leftarrow \Phi D\Phi^T - A^T S^{-1}A.
 
-    K, M, G and Φ of all blocks are computed side by side, so that only the update is sequential. With blocks of √T
-    samples a series of T samples takes √T steps to compute them, and √T updates. Large batches have shorter blocks.
+    K, M, G and Φ of all blocks are computed in parallel, so that only the update is sequential. With blocks of √T
+    samples, a series of T samples takes √T steps to compute these matrices, and √T updates. Large batches have shorter
+    blocks.
 
-    The smoother goes backwards over the blocks. Consider the log density of all later values as a function of the mean
-    of the state. Then r is its gradient and N its negative Hessian. With B = Φ - Aᵀ S⁻¹ M,
+    The smoother processes the blocks from the last to the first. Consider the log density of all values from a block
+    on as a function of the mean of the state before this block. Let r be its gradient and N its negative Hessian. With
+    B = Φ - Aᵀ S⁻¹ M,
 
     .. math:: r \leftarrow M^T S^{-1}(y - M\mu) + B^T r, \qquad N \leftarrow M^T S^{-1}M + B^T N B.
 
@@ -152,7 +156,7 @@ class KalmanFilter:
             self._check_digits()
 
     def _check_digits(self) -> None:
-        """Raise FloatingPointError if the sum of signal and noise variance loses the noise variance by rounding."""
+        """Raise FloatingPointError if rounding loses the noise variance when it is added to the signal variance."""
         signal = self.c.square().sum(-1)
         ratio = float((signal / self.noise).detach().amax().sqrt())
         most = (_ROUNDING_ERRORS * torch.finfo(self.dtype).eps) ** -0.5
@@ -188,13 +192,13 @@ class KalmanFilter:
         return self._log_densities(blocks, found).sum((0, 2))
 
     def run(self, sequences: Sequences) -> tuple[Blocks, Updates]:
-        """Return the blocks of the sequences, and what the filter finds from the stationary distribution."""
+        """Filter the sequences from the stationary distribution; return their blocks and updates."""
         t, x, seen = self._samples(sequences)
         blocks = self._blocks(t, x.unsqueeze(-1), seen)
         return blocks, self._run(blocks)
 
     def forecast(self, state: OscillatorBelief, dt: Tensor) -> tuple[Gaussian, OscillatorBelief]:
-        """Return the distributions of observations at times dt (batch, K) after the state, and the last state."""
+        """Return the distributions of observations at times dt (batch, K) after ``state``, and the last state."""
         mean, excess = self._unpack(state)
         phi = self._transition(dt.to(self.dtype))
         m, last = self._read(phi), _block_diagonal(phi[..., -1])
@@ -204,9 +208,9 @@ class KalmanFilter:
         return bands, self._pack(last @ mean, last @ excess @ last.mT, time)
 
     def smooth(self, sequences: Sequences, at: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return means and variances of the signal (batch, K, channels) given all samples, at times ``at`` (batch, K).
+        """Return the means and variances of the signal, (batch, K, channels), given all samples.
 
-        Without ``at`` they are at the times of the samples.
+        They are for the times ``at`` (batch, K), or for the times of the samples if ``at`` is None.
         """
         t, x, seen, index = self._with_queries(sequences, at)
         blocks = self._blocks(t, x.unsqueeze(-1), seen)
@@ -218,7 +222,8 @@ class KalmanFilter:
     ) -> Tensor:
         """Draw paths of the signal given all samples, (batch, K, channels, paths), at times as in :meth:`smooth`.
 
-        A path is drawn from the prior, with its own data. The smoothed mean for the true data minus those is added.
+        A path and observations of it are drawn from the prior. Then the smoothed mean for the difference between the
+        true and the drawn observations is added to the path.
         """
         t, x, seen, index = self._with_queries(sequences, at)
         signal, data = self._draw(t, paths, generator)
@@ -239,7 +244,10 @@ class KalmanFilter:
         return OscillatorBelief(v, x / self.root, t, covariance * (self.spread * self.spread.unsqueeze(1)))
 
     def _transition(self, gaps: Tensor) -> Tensor:
-        """Return the transition of each scaled oscillator, (2, P, 2, *gaps.shape): row, oscillator, column."""
+        """Return the transition matrix of each scaled oscillator over each gap, (2, P, 2, *gaps.shape).
+
+        The dimensions are the row of the matrix, the oscillator, the column of the matrix, and those of ``gaps``.
+        """
         gamma, kappa, root = (z.view(-1, *[1] * gaps.dim()) for z in (self.gamma, self.kappa, self.root))
         step = exact_step(gamma, kappa, gaps)
         rows = torch.stack([step.vv, step.vx / root], 1), torch.stack([step.xv * root, step.xx], 1)
@@ -252,13 +260,17 @@ class KalmanFilter:
     # Blocks
 
     def _samples(self, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the times (batch, T), the samples (batch, T, channels), and which of them are observed."""
+        """Return the times (batch, T), the samples (batch, T, channels), and the mask of observed values."""
         x, seen = sequences.x.to(self.dtype), sequences.observed
         seen = torch.ones_like(x, dtype=torch.bool) if seen is None else seen.expand_as(x)
         return sequences.t.to(self.dtype), x, seen
 
     def _with_queries(self, sequences: Sequences, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the samples merged with unobserved ones at times ``at`` (batch, K), and the indices of the latter."""
+        """Add unobserved samples at times ``at`` (batch, K) to the samples of the sequences.
+
+        Return times, samples and observed values as :meth:`_samples` does, and the indices (batch, K) of the additional
+        samples.
+        """
         t, x, seen = self._samples(sequences)
         if at is None:
             return t, x, seen, torch.arange(t.shape[1], device=t.device).expand(t.shape)
@@ -268,13 +280,13 @@ class KalmanFilter:
         return t.gather(1, order), x, seen, order.argsort(1)[:, -at.shape[1] :]
 
     def _blocked(self, z: Tensor) -> Tensor:
-        """Return z (batch, T, channels, ...) as (blocks, batch, n, ...), with zeros after the last sample."""
+        """Divide z (batch, T, channels, ...) into blocks (blocks, batch, n, ...); pad the last block with zeros."""
         length = max(1, round((z.shape[1] / (1 + len(z) * z.shape[1] * len(self.c) ** 2 / _BLOCK_SIZE)) ** 0.5))
         z = pad(z, (0, 0) * (z.dim() - 2) + (0, -z.shape[1] % length))
         return z.unflatten(1, (-1, length)).flatten(2, 3).transpose(0, 1)
 
     def _unblocked(self, z: Tensor, t: Tensor) -> Tensor:
-        """Return z (blocks, batch, n, ...) as (batch, T, channels, ...) for times t (batch, T)."""
+        """Join the blocks z (blocks, batch, n, ...) to (batch, T, channels, ...), for times t (batch, T)."""
         return z.transpose(0, 1).unflatten(2, (-1, len(self.c))).flatten(1, 2)[:, : t.shape[1]]
 
     def _blocks(self, t: Tensor, x: Tensor, seen: Tensor, state: OscillatorBelief | None = None) -> Blocks:
@@ -282,8 +294,9 @@ class KalmanFilter:
         start = t[:, :1] if state is None else state.t.to(t).unsqueeze(1)
         gaps = self._blocked(t.diff(prepend=start).unsqueeze(-1))
         shape, total, n = gaps.shape[:2], gaps[..., 0].numel(), gaps.shape[2] * len(self.c)
-        # z has the transition from the start of the block to a sample (two columns), and the stationary covariances of
-        # the state at that sample with the values of the block so far: (2, P, columns, blocks · batch)
+        # z belongs to a sample and has the shape (2, P, columns, blocks · batch). Two columns are the transition from
+        # the start of the block to the sample. The others are the stationary covariances between the state at the
+        # sample and the values of the block up to the sample.
         own = self.c.T.unflatten(0, (2, -1)).unsqueeze(-1)
         z = t.new_zeros(2, own.shape[1], 2 + n, total)
         z[0, :, 0] = z[1, :, 1] = 1.0
@@ -330,7 +343,10 @@ class KalmanFilter:
         return -0.5 * found.white.square().sum(-1) - logs - 0.5 * math.log(2 * math.pi) * blocks.seen
 
     def _predicted(self, blocks: Blocks, found: Updates) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the mean and the variance of the signal given earlier blocks, and its covariance with L⁻¹ y."""
+        """Return the mean and the variance of the signal given earlier blocks, and its covariance with L⁻¹ y.
+
+        Here y denotes the observed values of the block, and L is ``found.factor``.
+        """
         m_excess = blocks.m @ found.excess
         cross = blocks.seen.unsqueeze(-1) * (blocks.k + m_excess @ blocks.m.mT).mT
         variance = blocks.k.diagonal(dim1=-2, dim2=-1) + (m_excess * blocks.m).sum(-1)
@@ -341,7 +357,8 @@ class KalmanFilter:
         """Return the mean (blocks, batch, n, S) and the variance (blocks, batch, n) of the signal given all values."""
         mean, variance, v = self._predicted(blocks, found)
         mean, variance = mean + v @ found.white, variance - v.square().sum(-1)
-        cross = blocks.g + blocks.m @ found.excess @ blocks.phi.mT - v @ found.a  # with the state after the block
+        # the covariance between the signal and the state after the block, given all values up to the end of the block
+        cross = blocks.g + blocks.m @ found.excess @ blocks.phi.mT - v @ found.a
         white_m = torch.linalg.solve_triangular(found.factor, blocks.seen.unsqueeze(-1) * blocks.m, upper=False)
         back = (blocks.phi - found.a.mT @ white_m).mT
         r, n = torch.zeros_like(found.mean[0]), torch.zeros_like(found.excess[0])
@@ -355,10 +372,13 @@ class KalmanFilter:
         return mean + cross @ r, (variance - ((cross @ n) * cross).sum(-1)).clamp(min=0.0)
 
     def _draw(self, t: Tensor, paths: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Draw the signal at times t (batch, T), and observations of it, (batch, T, channels, paths) each."""
+        """Draw the signal at times t (batch, T) from the prior, and noisy observations of it.
+
+        Both have the shape (batch, T, channels, paths).
+        """
         phi = self._transition(t.diff(prepend=t[:, :1])).unsqueeze(-1)  # (2, P, 2, batch, T, 1)
         (vv, xv), (vx, xx) = ((phi[0, :, i], phi[1, :, i]) for i in range(2))
-        # The Cholesky factor of I - Φ Φᵀ; rounding loses (√κ Δ)³ of its digits for short gaps
+        # The Cholesky factor of I - Φ Φᵀ. For a short gap Δ, its relative rounding error grows as (√κ Δ)⁻³.
         a = safe_sqrt(1 - vv.square() - vx.square())
         b = -(vv * xv + vx * xx) / torch.where(a > 0, a, 1.0)
         d = safe_sqrt(1 - xv.square() - xx.square() - b.square())
@@ -376,17 +396,17 @@ class KalmanFilter:
 
 
 def safe_sqrt(variance: Tensor) -> Tensor:
-    """Return the standard deviation; it and its gradient are 0 where rounding left a variance of 0 or less."""
+    """Return the standard deviation; if rounding made a variance <= 0, the result and its gradient are 0."""
     is_lost = variance <= 0
     return torch.where(is_lost, 0.0, torch.where(is_lost, 1.0, variance).sqrt())
 
 
 def _block_diagonal(phi: Tensor) -> Tensor:
-    """Return transitions of P oscillators, (2, P, 2, ...), as matrices (..., 2 P, 2 P)."""
+    """Return the transitions of P oscillators, (2, P, 2, ...), as matrices (..., 2 P, 2 P) for the joint state."""
     matrix = torch.einsum("rpk...,pq->...rpkq", phi, torch.eye(phi.shape[1], dtype=phi.dtype, device=phi.device))
     return matrix.flatten(-2).flatten(-3, -2)
 
 
 def _at(z: Tensor, index: Tensor) -> Tensor:
-    """Return the samples of z (batch, T, ...) at indices (batch, K)."""
+    """Select samples from z (batch, T, ...) by indices (batch, K) along time."""
     return z.gather(1, index.reshape(*index.shape, *[1] * (z.dim() - 2)).expand(-1, -1, *z.shape[2:]))

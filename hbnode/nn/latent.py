@@ -29,7 +29,7 @@ from hbnode.solve.settings import Gradient, Method, Settings
 __all__ = ["ELBO", "LatentModel", "LatentODE", "LatentPrediction", "LatentSDE"]
 
 Likelihood = Literal["normal", "student"]
-ROUNDING = 1e-4  # a step may begin this much before a sample by rounding, in units of time_unit
+ROUNDING = 1e-4  # in units of time_unit: rounding may place the start of a step this much before a sample
 
 
 # Results
@@ -43,7 +43,8 @@ class ELBO(Record):
         value: log_likelihood - beta (kl_initial + kl_path). With beta = 1 its expectation is at most log p(x).
         log_likelihood: log density of the observed values given the latent paths, summed over a series.
         kl_initial: Kullback-Leibler divergence of the posterior of the initial state from its prior.
-        kl_path: the same of the paths, given their initial states; 0 for a latent ODE.
+        kl_path: Kullback-Leibler divergence of the posterior of the paths from their prior, given the initial states; 0
+            for a latent ODE.
     """
 
     value: Tensor
@@ -68,7 +69,7 @@ class LatentPrediction(Record):
 
     @property
     def components(self) -> Normal | StudentT:
-        """The distributions of a value given each path, of the shape of ``paths``."""
+        """The distribution of each value given a sampled path, in the shape of ``paths``."""
         if self.freedom is None:
             return Normal(self.paths, self.scale, validate_args=False)
         return StudentT(self.freedom, self.paths, self.scale, validate_args=False)
@@ -103,21 +104,21 @@ class LatentPrediction(Record):
 
 
 class Guide:
-    """An encoder's summary of the samples after each time, for the control of posterior paths.
+    """The encoder's summaries of later samples, with which the posterior paths of a latent SDE are controlled.
 
     Arguments:
         summary: outputs of the encoder (batch, N, features). It reads the samples from the last to the first, so that
-            ``summary[:, j]`` summarises sample j and those after it.
+            ``summary[:, j]`` summarises the samples at ``times[:, j]`` and later.
         times: times of the samples in this order, decreasing, (batch, N); -inf after the first sample.
         grid: output times of the paths, (batch, T). They include the times of the samples.
     """
 
     def __init__(self, summary: Tensor, times: Tensor, grid: Tensor) -> None:
-        self.start = grid[:, :1]  # where the time of a control counts from: float32 loses digits of late times
+        self.start = grid[:, :1]  # the control's time is counted from here, because float32 loses digits of late times
         times, grid = times - self.start, grid - self.start
         later = torch.searchsorted(-times, -(grid + ROUNDING))  # number of samples after each time
         following = (later - 1).clamp(min=0)
-        # one tensor per interval: the backward pass of indexing would fill a gradient of all samples in each step
+        # one tensor per interval, because the backward pass of an index would allocate the whole gradient in each step
         self.summaries = summary.take_along_dim(following.unsqueeze(-1), 1).unbind(1)
         self.active = (later > 0).T.unsqueeze(-1)
         self.next = torch.where(later > 0, times.gather(1, following), 0.0).T.unsqueeze(-1)
@@ -126,12 +127,13 @@ class Guide:
     def control(self, net: nn.Module, t: Tensor, h: Tensor) -> Tensor:
         """Return the control ``net([h, summary, wait])``, or 0 after the last sample.
 
-        The summary is that of the samples after t, and ``wait`` is the time until the first of them. h has the shape
-        (samples * batch, latent_size), and t is a number or (samples * batch, 1). It counts from ``start``.
+        ``summary`` is the encoder's summary of the samples after t, and ``wait`` is the time from t until the first of
+        these samples. h has the shape (samples * batch, latent_size). t is a number or (samples * batch, 1), counted
+        from ``start``.
         """
         batch = len(self.grid)
         t = t.to(self.grid).reshape(-1, 1)[:batch].expand(batch, 1)
-        # a series that rests, because its times are equal, is at the end of its interval or a later one
+        # a series whose next times are equal waits at the end of this interval or a later one
         interval = int(torch.searchsorted(self.grid, t + ROUNDING, right=True).min()) - 1
         summary, active = self.summaries[interval], self.active[interval]
         wait = torch.where(active, self.next[interval] - t, 0.0).to(h)
@@ -158,14 +160,15 @@ class LatentOptions(TypedDict, total=False):
 class LatentModel(seq.TimedModule):
     r"""The abstract base class of :class:`LatentODE` and :class:`LatentSDE`.
 
-    A subclass defines :meth:`solve`, the latent paths and the divergence of their posterior from their prior.
+    A subclass defines :meth:`solve`, which computes latent paths and the divergence of their posterior from their
+    prior.
 
     Arguments:
         input_size: number of features of a sample.
-        latent_size: size of what the decoder takes.
+        latent_size: number of latent features, the inputs of the decoder.
         hidden_size: units of the default encoder.
         state_size: size of the random initial state.
-        encoder: module with the arguments, results and ``hidden_size`` of :class:`hbnode.ODERNN`. It gets times in
+        encoder: module with the arguments, results and ``hidden_size`` of :class:`hbnode.ODERNN`. Its times are in
             units of ``time_unit``. Default: ``None``, a GRU whose inputs include masks and elapsed times.
         decoder: module or callable (..., latent_size) -> (..., input_size) for the mean of x. Default: ``None``, a
             linear layer.
@@ -213,12 +216,12 @@ class LatentModel(seq.TimedModule):
 
     @abstractmethod
     def solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
-        """Return the values of latent paths at given times, and the divergence of the paths.
+        """Return the values of latent paths at given times, and the divergence of their posterior from their prior.
 
         Arguments:
             z: initial states at the first times, (batch, state_size).
             t: times (batch, T) in units of ``time_unit``, in float64.
-            guide: information for the posterior about later samples; None for the prior.
+            guide: summaries of later samples, for paths of the posterior; None for paths of the prior.
 
         Returns:
             Values for the decoder, (T, batch, latent_size), and an estimate of the divergence for each path, (batch,).
@@ -237,7 +240,7 @@ class LatentModel(seq.TimedModule):
                 Default: ``None``.
             lengths: length of each series, (batch,). Default: ``None``.
             static: time-independent features for the encoder, (batch, static_size). Default: ``None``.
-            samples: number of latent paths per series, over which the estimate averages. Default: ``1``.
+            samples: number of latent paths per series; the estimate is their average. Default: ``1``.
             beta: weight of the divergences in ``value``; raise it from 0 to 1 early in training if the posterior
                 collapses to the prior. Default: ``1.0``.
         """
@@ -250,7 +253,7 @@ class LatentModel(seq.TimedModule):
         return ELBO(log_likelihood - beta * (kl_initial + kl_path), log_likelihood, kl_initial, kl_path)
 
     def forward(self, *args: Any, **kwargs: Any) -> ELBO:
-        """Return :meth:`elbo` of the same arguments."""
+        """Call :meth:`elbo` with the same arguments."""
         return self.elbo(*args, **kwargs)
 
     if TYPE_CHECKING:  # nn.Module's returns Any
@@ -266,17 +269,17 @@ class LatentModel(seq.TimedModule):
         No gradients are recorded.
 
         Arguments:
-            x: samples, as for :meth:`elbo`; so are the four arguments that follow.
+            x: samples. This and the next four arguments are those of :meth:`elbo`.
             t: times of the samples.
             mask: which values are observed. Default: ``None``.
             lengths: length of each series. Default: ``None``.
             static: time-independent features. Default: ``None``.
-            at: times (K,) or (batch, K) in any order, none before the first time of a series. None takes those of
-                ``t``; paths are then 0 on padding. Default: ``None``.
+            at: times (K,) or (batch, K) in any order, none before the first time of a series. None takes
+                the times ``t``; paths are then 0 on padding. Default: ``None``.
             samples: number of latent paths per series. Default: ``100``.
 
         Raises:
-            ValueError: if a time is before the first of its series.
+            ValueError: if a time in ``at`` is before the first time of its series.
         """
         series = Sequences(self.input_size, x, t, mask, lengths, self.time_unit)
         if at is None:
@@ -288,7 +291,7 @@ class LatentModel(seq.TimedModule):
                 "at has a time before the first of t, where a path starts. Fix: an unobserved sample at an earlier "
                 "time, with mask=False there."
             )
-        # the control changes at the samples, where steps therefore end
+        # steps must end at the samples, because the control changes there
         merged, order = torch.cat([series.t.to(wanted), wanted], 1).sort(dim=1, stable=True)
         places = order.argsort(dim=1)[:, series.t.shape[1] :]
         prediction, *_ = self._posterior_paths(series, merged, static, samples)
@@ -297,7 +300,7 @@ class LatentModel(seq.TimedModule):
 
     @torch.no_grad()
     def sample(self, t: ArrayLike, samples: int = 100) -> LatentPrediction:
-        """Return paths of the prior from the first of the times t (T,) on, as a prediction with a batch of 1."""
+        """Draw paths from the prior at times t (T,), starting at ``t[0]``; return a prediction with a batch of 1."""
         given = as_times(t, "t")
         refuse_meta(self.prior, "the module")
         check_digits(given, given.diff(), "t", self.time_unit)
@@ -310,7 +313,7 @@ class LatentModel(seq.TimedModule):
     def _posterior_paths(
         self, series: Sequences, t: Tensor, static: Tensor | None, samples: int
     ) -> tuple[LatentPrediction, Tensor, Tensor]:
-        """Return decoded paths of the posterior at times t (batch, K), and the divergences of start and paths."""
+        """Return decoded paths of the posterior at times t (batch, K), and the divergences kl_initial and kl_path."""
         samples = as_count(samples, "samples")
         seq.check_parameters(series.x, self.parameters())
         t = t.to(torch.float64) / self.time_unit
@@ -325,8 +328,9 @@ class LatentModel(seq.TimedModule):
     def encode(self, series: Sequences, static: Tensor | None, grid: Tensor) -> tuple[Normal, Guide]:
         """Return the posterior of the initial state, and the guide of posterior paths at times ``grid`` (batch, T).
 
-        The encoder reads the observed samples from the last to the first, with the time counted from the last. If the
-        first sample is not observed, it then reads a sample without values at the first time, where the path starts.
+        The encoder reads the observed samples from the last to the first, with times counted from the last sample. If
+        the first sample is not observed, the encoder's last input is a sample without values at the first time, at
+        which the path starts.
         """
         t = series.t.to(torch.float64) / self.time_unit
         observed = torch.ones_like(t, dtype=torch.bool) if series.any_observed is None else series.any_observed
@@ -359,7 +363,7 @@ class LatentModel(seq.TimedModule):
                 f"decoder returned shape {tuple(decoded.shape)} for (batch, K, latent_size); expected {expected}. "
                 f"Fix: decoder=hbnode.nn.MLP({self.latent_size}, [64], {self.input_size})."
             )
-        freedom = None if self.log_freedom is None else 2 + self.log_freedom.exp()  # with a finite variance
+        freedom = None if self.log_freedom is None else 2 + self.log_freedom.exp()  # > 2: finite variance
         return LatentPrediction(decoded.unflatten(0, (samples, -1)), self.log_noise.exp(), freedom)
 
     @override
@@ -380,8 +384,8 @@ class LatentODE(LatentModel):
 
     .. math:: \mathbb E_q \sum_i \log p(x_i \mid z(t_i)) - \mathrm{KL}(q(z(t_0)) \,\|\, p(z(t_0))).
 
-    Each series has its own times. Missing values, samples without observed values and padding have no effect. The only
-    exception: a path starts at the first time of its series.
+    Each series has its own times. Missing values, samples without observed values and padding have no effect, except
+    that a path starts at the first time of its series.
 
     References:
         Rubanova, Chen and Duvenaud, Latent ODEs for Irregularly-Sampled Time Series, arXiv:1907.03907.
@@ -392,7 +396,7 @@ class LatentODE(LatentModel):
         field: the field of z. If it has the state (h, m) and no network for the initial m, the encoder infers both.
             Otherwise it infers the argument of ``field.initial_state``. Default: ``None``, an HBNODE with a tanh
             network.
-        method: solver, as in :func:`hbnode.odeint`; so are the arguments that follow. Default: ``None``.
+        method: solver. This and the next arguments are those of :func:`hbnode.odeint`. Default: ``None``.
         rtol: relative tolerance. Default: ``0.001``.
         atol: absolute tolerance. Default: ``0.001``.
         gradient: gradient mode. Default: ``None``.
@@ -467,8 +471,8 @@ class LatentSDE(LatentModel):
     .. math:: \mathbb E_q \Big[\sum_i \log p(x_i \mid h(t_i)) - \tfrac12 \int |u|^2 dt\Big]
         - \mathrm{KL}(q(h, m)(t_0) \,\|\, p(h, m)(t_0)).
 
-    After the last sample u = 0: from there on, a path is a forecast by the prior. Initial state, encoder, decoder and
-    missing values are those of :class:`LatentODE`.
+    After the last sample u = 0, so that a path continues as a forecast by the prior. Initial state, encoder, decoder
+    and missing values are those of :class:`LatentODE`.
 
     References:
         Li et al., Scalable Gradients for Stochastic Differential Equations, arXiv:2001.01328, for the bound.
@@ -512,7 +516,7 @@ class LatentSDE(LatentModel):
         super().__init__(input_size, latent_size, hidden_size, 2 * latent_size, **options)
         self.control = make_control(latent_size, self.summary_size, hidden_size) if control is None else control
         if options.get("decoder") is None:
-            self.decoder = quiet(nn.Linear(latent_size, self.input_size))  # noise of h is small in the units of x
+            self.decoder = quiet(nn.Linear(latent_size, self.input_size))  # noise in h is small after decoding
         f = MLP(latent_size, [hidden_size] * 2, latent_size, activation=nn.Softplus)
         self.sde = HeavyBallSDE(f, damping=1.0, max_damping=10.0) if sde is None else sde
         if not isinstance(self.sde, HeavyBallSDE):
@@ -523,7 +527,7 @@ class LatentSDE(LatentModel):
     def solve(self, z: Tensor, t: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
         t = t if guide is None else t - t[:, :1]
         if bool((t == t[0]).all() & (t[0].diff() > 0).all()):
-            t = t[0]  # steps of common sizes have fewer coefficients
+            t = t[0]  # all series share their times, so that a step has one size
         h, m = z.chunk(2, 1)
         options: Any = {"dt": self.dt, "gradient": self.gradient}
         if guide is None:
@@ -534,14 +538,14 @@ class LatentSDE(LatentModel):
 
 
 class ControlledSDE(HeavyBallSDE):
-    """A heavy-ball SDE with the force f + s u, and one more component, whose momentum is the integral of |u|²/2.
+    """A heavy-ball SDE with the force f + s u, where f is the force of a prior, u a control and s the noise strength.
 
-    The additional component has neither damping nor noise.
+    The state has one more component, without damping and noise. Its momentum is the integral of |u|²/2.
     """
 
     def __init__(self, prior: HeavyBallSDE, control: nn.Module, guide: Guide, scale: Tensor) -> None:
         super().__init__(prior.func, damping=0.0, learn_damping=False, time_dependent=prior.time_dependent)
-        self.time_dependent = True  # with the control
+        self.time_dependent = True  # because the control depends on time
         self.prior, self.control, self.guide = prior, control, guide
         self.scale = scale
         self.counted_as = prior
@@ -564,7 +568,10 @@ class ControlledSDE(HeavyBallSDE):
 
 
 class GRUEncoder(nn.Module):
-    """A GRU over samples, masks and the time since each feature was observed, called like an ODERNN."""
+    """The default encoder: a GRU over samples, masks and the time since each feature was observed.
+
+    Its arguments and results are those of an ODERNN.
+    """
 
     def __init__(self, input_size: int, hidden_size: int, static_size: int = 0) -> None:
         super().__init__()
@@ -579,19 +586,19 @@ class GRUEncoder(nn.Module):
         sequences = Sequences(self.inputs.input_size, x, t, mask, lengths)
         static = seq.checked_static(static, self.inputs.static_size, sequences.x, "LatentODE")
         inputs = self.inputs(sequences, static, None, 1.0)[0]
-        start = inputs.new_zeros(1, len(inputs), self.hidden_size)  # under vmap it has the dimensions of the inputs
+        start = inputs.new_zeros(1, len(inputs), self.hidden_size)  # under vmap it needs the dimensions of the inputs
         return self.gru(inputs, start)
 
 
 def make_control(latent_size: int, summary_size: int, hidden_size: int) -> MLP:
-    """Return the default network of a control; it starts with small values."""
+    """Return the default network of the control; its initial outputs are small."""
     net = MLP(latent_size + summary_size + 1, [hidden_size] * 2, latent_size, activation=nn.Softplus)
     quiet(net.layers[-1])
     return net
 
 
 def quiet(layer: nn.Module) -> nn.Module:
-    """Return a linear layer after dividing its weight and bias by ten."""
+    """Divide the parameters of a layer by ten, in place, and return the layer."""
     with torch.no_grad():
         for p in layer.parameters():
             p.mul_(0.1)

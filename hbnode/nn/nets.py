@@ -31,13 +31,13 @@ class MLP(nn.Module):
         hidden: sizes of the hidden layers.
         out_features: size of the output.
         activation: class of the modules between the layers. Default: ``torch.nn.modules.activation.ELU``.
-        time_dependent: whether it is called with the time. Default: False.
+        time_dependent: whether the network is called with the time. Default: False.
 
     Raises:
         TypeError: if ``hidden`` is a number, or ``activation`` is a module or a function of tensors.
 
     Shape:
-        - ``mlp(h)``: (..., in_features) -> (..., out_features); ``mlp(t, h, v)`` likewise.
+        - ``mlp(h)`` and ``mlp(t, h, v)``: (..., in_features) -> (..., out_features).
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MLP(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """The three-layer convolutional f of the papers' image models: 1x1, 3x3 and 1x1, with ReLU in between.
+    """The convolutional network f of the papers' image models: three layers, 1x1, 3x3 and 1x1, with ReLU in between.
 
     If ``time_dependent``, the time is appended as a constant channel before each convolution.
 
@@ -130,7 +130,7 @@ class ConvNet(nn.Module):
 def _make_activation(activation: Callable[[], nn.Module]) -> nn.Module:
     try:
         module = activation()
-    except TypeError:  # a module or function of tensors needs an argument
+    except TypeError:  # activation() fails if activation is a module or a function of tensors
         module = None
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -168,7 +168,7 @@ class Standardize(nn.Module):
 
     mean: Tensor
     std: Tensor
-    is_fitted = False  # spares a look at the buffers
+    is_fitted = False  # True saves reading the buffers
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Standardize(nn.Module):
         return self
 
     def _store(self, mean: Tensor, std: Tensor) -> None:
-        """Fill the buffers; raise ValueError if their dtype cannot represent the values."""
+        """Copy mean and std to the buffers; raise ValueError if the dtype of the buffers cannot represent them."""
         rounded = mean.to(self.mean.dtype).double(), std.to(self.std.dtype).double()
         held = ((rounded[0] - mean).abs() <= 0.1 * std) & (rounded[1] > 0) & torch.isfinite(rounded[1])
         if not bool(held.all()):
@@ -245,11 +245,11 @@ class Standardize(nn.Module):
     def inverse(self, x: Values) -> Values:
         """Return x in the original units, as the inverse of :meth:`forward`.
 
-        A standard deviation s is s σ in the original units: give a prediction with its spread as one
-        :class:`hbnode.nn.Gaussian`, ``scale.inverse(hbnode.nn.Gaussian(mean, std))``.
+        In the original units, a standard deviation s becomes s σ. Pass a mean and its standard deviation together, as
+        ``scale.inverse(hbnode.nn.Gaussian(mean, std))``.
 
         Arguments:
-            x: values (..., num_features), or a Gaussian of them.
+            x: values (..., num_features), or a :class:`hbnode.nn.Gaussian` with a mean and a std of this shape.
         """
         if isinstance(x, Gaussian):
             return dataclasses.replace(x, mean=self.inverse(x.mean), std=x.std * self.std)
@@ -258,7 +258,7 @@ class Standardize(nn.Module):
         return x * self.std + self.mean
 
     def _check_fitted(self) -> None:
-        if not (self.is_fitted or (may_look() and not bool(self.std.isnan().any()))):  # filled without a load
+        if not (self.is_fitted or (may_look() and not bool(self.std.isnan().any()))):  # the user may have filled them
             raise ValueError("Standardize is not fitted. Fix: scale.fit(x) with training data, or load_state_dict.")
 
     def _check(self, x: Tensor) -> None:
@@ -274,12 +274,12 @@ class Standardize(nn.Module):
 
 
 def _note_loaded(scale: Standardize, _: object) -> None:
-    """Note whether the buffers of a loaded ``state_dict`` are those of a fitted layer."""
+    """Set ``is_fitted`` after ``load_state_dict``: whether the loaded buffers are those of a fitted layer."""
     scale.is_fitted = not scale.std.is_meta and not bool(scale.std.isnan().any())
 
 
 def _varies(values: Tensor, counts: Tensor) -> Tensor:
-    """Return whether each column of ``values`` has at least two different values where ``counts`` is True."""
+    """Return, for each column, whether the values selected by the mask ``counts`` include two different ones."""
     most, least = (nn.functional.pad(torch.where(counts, values, end), (0, 0, 0, 1), value=end) for end in (-inf, inf))
     return most.amax(0) > least.amin(0)
 
@@ -287,8 +287,8 @@ def _varies(values: Tensor, counts: Tensor) -> Tensor:
 def match_parameters(make: Callable[[int], Module], parameters: int) -> Module:
     """Return the model from ``make`` whose number of trainable parameters is closest to ``parameters``.
 
-    Compare models at equal parameter counts: at equal hidden size their counts differ. The state of an HBNODE is (h,
-    m), for example, so the GRU cell of its ODE-RNN is twice as wide as with a NODE.
+    Compare models at equal parameter counts, because models of equal hidden size have different counts. For example,
+    the state of an HBNODE is (h, m), so the GRU cell of its ODE-RNN is twice as wide as with a NODE.
 
     Arguments:
         make: function size -> model, whose number of parameters increases with the size.
@@ -306,7 +306,7 @@ def match_parameters(make: Callable[[int], Module], parameters: int) -> Module:
     """
 
     def count(size: int) -> int:
-        with torch.device("meta"):  # allocates no memory and draws no random numbers
+        with torch.device("meta"):  # takes no memory and no random numbers
             return sum(p.numel() for p in make(size).parameters() if p.requires_grad)
 
     parameters = as_count(parameters, "parameters")

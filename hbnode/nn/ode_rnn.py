@@ -64,7 +64,7 @@ class ODERNN(seq.TimedModule):
     .. math:: s(t_i^-) = s(t_{i-1}) + \int_{t_{i-1}}^{t_i} \mathrm{field}(t, s)\,dt, \qquad
         s(t_i) = \mathrm{cell}(x_i, s(t_i^-)), \quad\text{or}\quad s(t_i^-) + \mathrm{cell}(x_i, s(t_i^-)).
 
-    The cell is the same for all fields except for the size of s, so models differ in their field only. Each series of
+    The cells for different fields differ only in the size of s. Each series of
     the batch has its own times. With ``per_sample=True`` it also has its own step sizes. Results then do not depend on
     padding or on other samples of the batch, except for rounding inside the networks.
 
@@ -87,15 +87,16 @@ class ODERNN(seq.TimedModule):
             module ``cell(x, s)`` maps (batch, inputs) and (batch, state_size) to (batch, state_size). s is h, or h and
             m concatenated; inputs is ``rnn.inputs.size``. The gradient at the cell's output is the adjoint state just
             after the observation, with or without ``residual``; a forward hook can read it. Default: ``"gru"``.
-        residual: whether the cell's output is added to the state instead of replacing it. Default: ``False``.
+        residual: whether the cell's output is added to the state. Otherwise it replaces the state. Default: ``False``.
         initial_state: the state at the first time, before the first observation: ``"learned"``, ``"zeros"``, or an
             encoder module (batch, T, input_size) -> (batch, state_size). The encoder gets all samples of the first
-            call, with zeros for missing values and padding. It may return h only, without an ANODE's zeros; the field
-            then supplies the rest of the state. Likewise only h is learned if the field has an ``initial_momentum`` or
-            ``initial_velocity``. With an encoder, layers above the first use ``"learned"``. Default: ``"learned"``.
+            call, with zeros for missing values and padding. It may return only h, without an ANODE's zeros; the field
+            then computes the rest of the state. ``"learned"`` also means only h if the field has an
+            ``initial_momentum`` or ``initial_velocity``. With an encoder, layers above the first use ``"learned"``.
+            Default: ``"learned"``.
         time_unit: length of one unit of the field's time, a number in the unit of t. f is called with t / time_unit,
             and derivatives are with respect to t / time_unit. It is saved in the ``state_dict`` and may be set later.
-            None is 1.0, and a warning if gaps are too long for it. Default: ``None``.
+            None is 1.0, with a warning if gaps are much longer than a unit. Default: ``None``.
         missing: replacement for a missing value in the cell's input. ``"zero"``; ``"hold"``: the last observed value;
             ``"decay"``: the last observed value, decaying to 0 (the mean of standardised features) at a learned rate
             per feature. Before the first observation of a feature all three are 0. Default: ``"zero"``.
@@ -110,26 +111,27 @@ class ODERNN(seq.TimedModule):
         bidirectional: whether a second network reads each series from its end, with its time counted from the end. The
             output concatenates both h, (batch, T, 2 hidden_size). It is not causal: use it for classification, not for
             forecasting. Default: ``False``.
-        method: solver, as in :func:`hbnode.odeint`; so are the arguments that follow. torchdiffeq's methods need
+        method: solver. This and the next arguments are those of :func:`hbnode.odeint`. torchdiffeq's methods need
             ``per_sample=False``. Default: ``None``.
         rtol: relative tolerance. Default: ``0.001``.
         atol: absolute tolerance. Default: ``0.001``.
-        gradient: gradient mode. With ``"checkpoint"`` the backward pass recomputes the steps one gap at a time. If f is
-            a network of known layers, it recomputes about :math:`\sqrt T` gaps at a time. Default: ``None``,
-            ``"direct"``, or ``"adjoint"`` if ``adjoint_options`` is given. ``"adjoint"`` solves each gap backwards, in
-            memory that does not grow with its steps.
+        gradient: gradient mode. With ``"checkpoint"`` the backward pass recomputes the steps of one gap at a time, or
+            of about :math:`\sqrt T` gaps if f is a network of known layers. ``"adjoint"`` solves the adjoint ODE of
+            each gap backwards, in memory that does not grow with the number of steps. Default: ``None``, which is
+            ``"direct"``, or ``"adjoint"`` if ``adjoint_options`` is given.
         steps: number of equal steps in each gap. Default: ``None``, adaptive steps.
         per_sample: whether each sample has its own step sizes. If ``False``, all samples of the batch step over the
-            same fraction of their gaps. Series that have ended are then left out of the batch, so f must not close over
-            tensors with one row per sample. Default: ``True``.
+            same fraction of their gaps. Series that have ended are then left out of the batch, so f must not use other
+            tensors with a batch dimension. Default: ``True``.
         max_steps: number of steps in a gap after which the solve raises an error. Default: ``10000``.
-        options: further options of the method. ``{"step_size": h}`` takes equal steps no longer than h, as many as the
-            gap needs. Lengths of time are in units of ``time_unit``, or fractions of a gap for torchdiffeq's methods.
+        options: further options of the method. ``{"step_size": h}`` divides a gap into the least number of equal steps
+            no longer than h. Lengths of time are in units of ``time_unit``, or fractions of a gap for torchdiffeq's
+            methods.
             Limits such as ``max_nfe`` apply to each gap. Default: ``None``.
         adjoint_options: options of the adjoint solve. Default: ``None``.
-        compile: compile the steps of native methods. It has no effect on the CPU if f is a network of known layers,
-            because a fused implementation without autograd then solves the gaps, about as fast as a graph of each gap.
-            Default: ``False``.
+        compile: whether to compile the steps of native methods with torch.compile. On a CPU it has no effect if f is a
+            network of known layers, because a fused implementation then solves the gaps, about as fast as compiled
+            steps. Default: ``False``.
 
     The arguments from ``method`` on are also attributes: ``rnn.rtol = 1e-6`` is checked at once and used from the next
     call on.
@@ -138,13 +140,13 @@ class ODERNN(seq.TimedModule):
         counts: function evaluations of the last call, one list per gap with one count per layer and direction.
         nfe: function evaluations of the last call, summed over gaps and layers.
         nfe_per_gap: function evaluations of the last call, a list with one sum over layers per gap. The backward pass
-            adds its own part.
+            adds its evaluations.
 
     Shape:
         - x: (batch, T, input_size), or a PackedSequence.
-        - t: (batch, T) or (T,), numbers in one unit; :class:`hbnode.data.Series` converts dates. Give large times in
-          float64; float32 that rounds off more than a hundredth of the median gap is refused. f(t, h) gets t in the
-          dtype of the state, so choose an origin near the data.
+        - t: (batch, T) or (T,), numbers in one unit; :class:`hbnode.data.Series` converts dates. Pass large times in
+          float64: an error is raised if float32 rounds times by more than a hundredth of the median gap. f(t, h) gets t
+          in the dtype of the state, so choose an origin of time near the data.
         - output: (batch, T, hidden_size), h after each sample; 0 on padding.
 
     Raises:
@@ -212,7 +214,7 @@ class ODERNN(seq.TimedModule):
 
         self.layers = nn.ModuleList(make(layer) for layer in range(num_layers))
         self.reverse = nn.ModuleList(make(layer) for layer in range(num_layers) if self.bidirectional)
-        self.sizes = [output_size] * (1 + self.second_order)  # of h, and of m, in an output
+        self.sizes = [output_size] * (1 + self.second_order)  # number of features of h, and of m, in an output
         self.time_unit = 1.0 if time_unit is None else time_unit
         self.has_unit = time_unit is not None
         self.given = Settings(
@@ -224,7 +226,7 @@ class ODERNN(seq.TimedModule):
         self.has_warned = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return the first layer's attribute, or the solver setting, if the module has none of that name."""
+        """Return an attribute of the first layer, or a solver setting, for a name that the module itself lacks."""
         own = self.__dict__.get("_modules", {})
         if name in FIRST_LAYER_ATTRIBUTES and "layers" in own:
             return getattr(own["layers"][0], name)
@@ -235,7 +237,7 @@ class ODERNN(seq.TimedModule):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in FIRST_LAYER_ATTRIBUTES:
             setattr(self.layers[0], name, value)
-        elif name in SOLVER_SETTINGS:  # used by the next call
+        elif name in SOLVER_SETTINGS:  # the next call uses it
             given = dataclasses.replace(self.given, **{name: value})
             self.settings, self.step_size = _checked_solver(given, self.field)
             self.given = given
@@ -261,8 +263,8 @@ class ODERNN(seq.TimedModule):
         Arguments:
             x: samples (batch, T, input_size), or packed.
             t: times, (batch, T), or (T,) if all series share them; also as an array or a list of numbers. Times must
-                not decrease. Between samples of equal time the state does not move, and the cell takes the samples in
-                their order.
+                not decrease. Between samples of equal time the state does not change, and the cell processes the
+                samples in their order.
             state: state of an earlier call, to continue from. ``t`` must start at or after the state's time.
                 Default: ``None``.
             mask: which values are observed, bool (batch, T) or (batch, T, input_size). The other values may be NaN and
@@ -282,9 +284,10 @@ class ODERNN(seq.TimedModule):
         self, x: Tensor, t: ArrayLike, state: ODERNNState | None = None, mask: Tensor | None = None,
         lengths: Lengths | None = None, static: Tensor | None = None,
     ) -> Filtered:  # fmt: skip
-        """Return the states before and after each sample, for the same arguments as :meth:`forward`.
+        """Return the states before and after each sample. The arguments are those of :meth:`forward`.
 
-        The state before an observation is a forecast from earlier data only. Train on it to predict one sample ahead.
+        The state before a sample is a forecast from earlier samples only. Use it in the loss to learn one-step
+        forecasts.
         """
         seq.refuse_both_directions(self, "does not filter")
         return self._read(x, t, state, mask, lengths, static)
@@ -336,7 +339,7 @@ class ODERNN(seq.TimedModule):
 
     @_torch.untraced
     def forecast(self, state: ODERNNState, dt: ArrayLike) -> tuple[Tensor, ODERNNState]:
-        """Return h at later times than that of a state, without further observations.
+        """Return h at times after that of a state, without further observations.
 
         Arguments:
             state: state returned by :meth:`forward` or :meth:`filter`. Its h (..., hidden_size), m and t (...) may have
@@ -378,7 +381,7 @@ class ODERNN(seq.TimedModule):
         self._count(back.nfe)
         before, after = seq.reorder(back.before, order), seq.reorder(back.after, order)
 
-        def concat(forward: Tensor, backward: Tensor) -> Tensor:  # h with h, and m with m
+        def concat(forward: Tensor, backward: Tensor) -> Tensor:  # both h next to each other, then both m
             return torch.cat([s.unflatten(-1, (-1, self.hidden_size)) for s in (forward, backward)], -1).flatten(-2)
 
         ends = concat(output.end, back.end)
@@ -411,7 +414,7 @@ class ODERNN(seq.TimedModule):
 
 
 class LayerOutput(NamedTuple):
-    """The states before and after each sample, (batch, T, S), the state at the end, (batch, S), and the NFE per gap."""
+    """The result of a layer: states before and after each sample, (batch, T, S), the last state, and NFE per gap."""
 
     before: Tensor
     after: Tensor
@@ -420,9 +423,9 @@ class LayerOutput(NamedTuple):
 
 
 class ODERNNLayer(nn.Module):
-    """One direction of one layer: an ODE between observations and a cell that updates the state at each.
+    """One direction of one layer: an ODE between observations, and a cell that updates the state at each observation.
 
-    A state s is (batch, S) with h, or h and m concatenated, as the cell takes it. Times are in units of ``time_unit``.
+    A state s (batch, S) is h, or h and m concatenated. Times are in units of ``time_unit``.
     """
 
     def __init__(
@@ -451,7 +454,7 @@ class ODERNNLayer(nn.Module):
         if initial_state == "learned":
             makes = [getattr(self.field, name, None) for name in ("initial_momentum", "initial_velocity")]
             size = hidden_size if any(net is not None for net in makes) else self.state_size - self.augment
-            self.start = nn.Parameter(torch.zeros(size))  # only h, if the field computes m from h
+            self.start = nn.Parameter(torch.zeros(size))  # only for h if the field computes m from h
             if static_size:
                 self.static_start = nn.Linear(static_size, size, bias=False)
         elif self.encoder is None:
@@ -482,11 +485,12 @@ class ODERNNLayer(nn.Module):
     def forward(
         self, x: Tensor, t: Tensor, mask: Tensor | None, s: Tensor, start: Tensor | None, solver: Solver
     ) -> LayerOutput:
-        """Return the states before and after each sample, from a state s at ``start``, or at the first time.
+        """Return the states before and after each sample.
 
-        The cell's inputs are x (batch, T, input_size). The mask (batch, T) marks the samples that update the state.
+        s is the state at the time ``start``, or at the first sample if ``start`` is None. x (batch, T, input_size) is
+        the cell's input. The mask (batch, T) selects the samples that update the state.
         """
-        if _torch.is_transformed():  # under vmap torch's cells need a state with the dimensions of x
+        if _torch.is_transformed():  # under vmap torch's cells need a state with the batch dimensions of x
             s = s + x.new_zeros(len(s), 1)
         times = t if start is None else torch.cat([start.unsqueeze(1), t], 1)
         first = times.shape[1] - t.shape[1] - 1  # the gap before the first sample; -1 if there is none
@@ -516,7 +520,7 @@ class ODERNNLayer(nn.Module):
         return s + new if self.residual else new
 
     def flow(self, s: Tensor, times: Tensor, solver: Solver) -> LayerOutput:
-        """Return the states at each of the times (batch, K) except the first, without observations."""
+        """Solve the ODE from the state s at the first of the times (batch, K); return the states at the other times."""
         solve = fuse(self, s, times, solver) or self.gaps(times, solver)
         path = []
         for gap in range(times.shape[1] - 1):
@@ -527,9 +531,10 @@ class ODERNNLayer(nn.Module):
 
 
 class IntervalSolver:
-    """A solver of an ODE over each gap between times (batch, T); over a gap of length 0 the state does not change.
+    """A solver of an ODE over each gap between times (batch, T).
 
-    States are (batch, S): h, or h and m concatenated for second-order fields.
+    States are (batch, S): h, or h and m concatenated for second-order fields. Over a gap of length 0 the state does not
+    change.
     """
 
     def __init__(self, field: Field, t: Tensor, solver: Solver, *, second_order: bool) -> None:
@@ -548,7 +553,7 @@ class IntervalSolver:
         if _torch.is_vmapped(t):
             raise ValueError("t is mapped by torch.vmap. Fix: a batch, rnn(x, t) with t of shape (batch, T).")
         self.nfe = [NFE() for _ in range(t.shape[1] - 1)]
-        # a gap of length 0 is solved if its times need gradients, and in a graph
+        # a gap of length 0 is solved only if times need gradients, or while a graph is traced
         is_solved = t.requires_grad or _torch.is_tracing()
         self.is_zero = [False] * len(self.nfe) if is_solved else _torch.numbers(~self.moves.any(0))
 
@@ -565,7 +570,10 @@ class IntervalSolver:
         return torch.cat(parts(solve(field, state, t, self.settings, nfe, end=True)), 1)
 
     def _step_times(self, t: Tensor, step_size: float) -> Tensor:
-        """Return times (batch, K + 1) of steps no longer than ``step_size``; rows with fewer steps repeat the end."""
+        """Return the times (batch, K + 1) of equal steps no longer than ``step_size``.
+
+        Samples with fewer than K steps repeat the end of their gap.
+        """
         _torch.refuse_export("options={'step_size': h}, whose number of steps depends on t", "steps=n")
         needed = steps_needed(t, step_size)
         most = float(needed.max())
@@ -579,9 +587,10 @@ class IntervalSolver:
         return torch.where(fraction < 1, torch.lerp(t[:, :1], t[:, 1:], fraction), t[:, 1:])
 
     def _solve_in_fractions(self, s: Tensor, t: Tensor, moves: Tensor, nfe: NFE) -> Tensor:
-        """Solve one gap with torchdiffeq, in a time from 0 to 1: the elapsed fraction of each sample's gap.
+        """Solve one gap with torchdiffeq. The time of the solve is the elapsed fraction of each sample's gap, 0 to 1.
 
-        Samples whose gap has length 0 keep their state without a solve, unless t requires gradients or a graph is made.
+        Samples whose gap has length 0 keep their state without a solve, unless t requires gradients or a graph is
+        traced.
         """
         index, moving = None, s
         if not (t.requires_grad or _torch.is_tracing() or bool(moves.all())):
@@ -600,7 +609,10 @@ class IntervalSolver:
 
 
 class TimeRescaledField(nn.Module):
-    """A field rescaled so that gaps of different lengths share one time c in [0, 1]: dy/dc = (t1 - t0) dy/dt."""
+    """A field in the time c = (t - t0) / (t1 - t0) in [0, 1], which gaps of different lengths share.
+
+    Its derivative is dy/dc = (t1 - t0) dy/dt, where the gap of each sample is from t0 to t1.
+    """
 
     def __init__(self, field: Field, t: Tensor, like: Tensor) -> None:
         super().__init__()
@@ -611,7 +623,7 @@ class TimeRescaledField(nn.Module):
         return own_parameters(self.field)
 
     def _in_time(self, c: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Return start and length of a step in the time of each sample, each (batch,), for a step given in c."""
+        """Convert the start and the length of a step from c to the time of each sample, (batch,) each."""
         return (self.begin + c * self.length).flatten(), (length * self.length).flatten()
 
     def forward(self, c: Tensor, state: State) -> State:
@@ -622,7 +634,7 @@ class TimeRescaledField(nn.Module):
 
 
 def _checked_solver(settings: Settings, field: Field) -> Solver:
-    """Return the checked solver settings; raise ValueError if they do not support different times per sample."""
+    """Return the checked solver settings; raise ValueError if the method does not support times per sample."""
     if settings.gradient is None:
         default = "direct" if settings.adjoint_options is None else "adjoint"
         settings = dataclasses.replace(settings, gradient=default)
@@ -649,7 +661,7 @@ def _make_field(field: FieldArgument, n: int) -> Field:
             f"field must be a name, a field, or a function hidden_size -> field, got {type(field).__name__} that "
             f"gave {type(made).__name__}. Fix: field=lambda n: hbnode.HBNODE(net(n))."
         )
-    return cast(Field, made)  # or another module with its methods
+    return cast(Field, made)  # or another module with the methods of a Field
 
 
 def _make_cell(cell: CellArgument, input_size: int, size: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The orthogonal recurrent weights of DTRIV, parametrized by a matrix exponential with a movable base."""
+"""The orthogonal recurrent weights of DTRIV: B = base exp(A), where the base can be reset during training."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,15 +12,15 @@ from torch.utils.hooks import RemovableHandle
 from hbnode._checks import as_count
 from hbnode._torch import make_parametrized, no_autocast
 
-ANGLES = {"cayley": (0.0, math.pi / 2), "henaff": (-math.pi, math.pi)}  # by the names in the authors' code
+ANGLES = {"cayley": (0.0, math.pi / 2), "henaff": (-math.pi, math.pi)}  # named as in the authors' code
 
 
 class Trivialization(nn.Module):
     """A parametrization B = base exp(A) of an orthogonal matrix B by a matrix X, with A = tril(X) - tril(X)^T.
 
-    Names and values are those of torch's ``orthogonal(..., orthogonal_map="matrix_exp")``, and the state_dicts are
-    interchangeable. B is computed in float32 or float64, and the base stays so when the module is cast to half
-    precision. In half precision the exponential has no gradient at 0, and a rounded base is not orthogonal.
+    It has the names and values of torch's ``orthogonal(..., orthogonal_map="matrix_exp")``, and the state_dicts are
+    interchangeable. B is computed in float32 or float64. The base keeps this dtype if the module is cast to half
+    precision, because a rounded base is not orthogonal, and the exponential has no gradient at 0 in half precision.
 
     Arguments:
         weight: the initial B (n, n).
@@ -56,7 +56,7 @@ class Trivialization(nn.Module):
 
     @torch.no_grad()
     def rebase(self, x: Tensor) -> None:
-        """Set the base to B and X to zero, in place, because optimizers and DistributedDataParallel hold X."""
+        """Set the base to B, and X to zero in place, because optimizers and DistributedDataParallel refer to X."""
         self.right_inverse(self._product(x))
         x.zero_()
 
@@ -73,10 +73,10 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def orthogonal_by_angles(like: Tensor, init: str) -> Tensor:
-    """Return an orthogonal matrix with random rotations, 2 × 2, as its diagonal blocks.
+    """Return an orthogonal matrix whose diagonal blocks are random 2 × 2 rotations.
 
     Arguments:
-        like: a square matrix of the size, dtype and device; half precision becomes float32.
+        like: a square matrix that defines size, dtype and device; half precision becomes float32.
         init: "cayley", for angles from U(0, π/2), or "henaff", for angles from U(-π, π).
     """
     angles = torch.empty(len(like) // 2, dtype=_wide(like), device=like.device).uniform_(*ANGLES[init])
@@ -86,7 +86,7 @@ def orthogonal_by_angles(like: Tensor, init: str) -> Tensor:
 
 
 class OrthogonalWeights(nn.Module):
-    """The base class of the layers and cells whose weights ``weight_hh*`` are orthogonal, with their pickling."""
+    """The base class of the layers and cells whose recurrent weights ``weight_hh*`` are orthogonal."""
 
     names: ClassVar[tuple[str, ...]] = ("weight_ih", "weight_hh", "bias_ih", "bias")
     init: str
@@ -119,7 +119,7 @@ class OrthogonalWeights(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Reset the parameters: W_ih by He's initialization for relu, biases from U(-0.01, 0.01), B by ``init``."""
+        """Draw new parameters: W_ih by He's initialization for relu, biases from U(-0.01, 0.01), B by ``init``."""
         for name in (*self._parameters, *getattr(self, "parametrizations", {})):
             value = getattr(self, name)
             if name.startswith("weight_ih"):
@@ -157,9 +157,10 @@ def rebase_every(optimizer: torch.optim.Optimizer, module: nn.Module, steps: int
     Rebasing sets the base of each weight B = base exp(A) to B.
 
     Arguments:
-        optimizer: the optimizer of their parameters. Its moments are unchanged by rebasing.
+        optimizer: the optimizer of the weights' parameters. Rebasing does not change its running averages.
         module: the module that contains the orthogonal layers.
-        steps: number of optimizer steps per rebasing, the K of DTRIV. Without this function K is infinite.
+        steps: number of optimizer steps between two rebasings, called K in DTRIV. Without this function, weights are
+            never rebased (K = ∞).
 
     Returns:
         A handle whose ``remove()`` ends the rebasing.

@@ -59,7 +59,7 @@ Range = tuple[float, float]
 
 FREQUENCY = (0.001, 0.25)
 DECAY = (0.001, 0.1)
-SPANS_PER_LONGEST_PERIOD = 30  # spans of a series in the longest period of oscillator_ranges
+SPANS_PER_LONGEST_PERIOD = 30  # longest period of oscillator_ranges, divided by the duration of the longest series
 
 
 class Ranges(TypedDict):
@@ -77,9 +77,9 @@ class OscillatorState(Record):
         v: velocities, (batch, num_oscillators), after the last sample.
         x: displacements, (batch, num_oscillators).
         t: time of the last sample, (batch,).
-        held: the last input, (batch, inputs), with ``input="hold"`` or ``selective=True``; else None. Without
-            ``missing`` and further features, the inputs are the last observed value of each feature, or with
-            ``selective=True`` the last sample with an observed value.
+        held: the last input, (batch, inputs), with ``input="hold"`` or ``selective=True``; else None. If the layer has
+            neither ``missing`` nor further input features, this is the last observed value of each feature. With
+            ``selective=True`` it is the last sample with an observed value.
         last: last observed value of each feature, (batch, input_size); None if the layer does not use it.
         last_t: time of the value in ``last``, (batch, input_size); the start of the series if nothing was observed.
     """
@@ -99,7 +99,7 @@ class OscillatorState(Record):
 
 
 class _OscillatorModule(nn.Module):
-    """The base of :class:`Oscillators` and :class:`OscillatorCell`, with the parameters that both have."""
+    """The base class of :class:`Oscillators` and :class:`OscillatorCell`, with the parameters that both share."""
 
     log_damping: nn.Parameter
     log_stiffness: nn.Parameter
@@ -158,7 +158,7 @@ class _OscillatorModule(nn.Module):
             rate = torch.empty_like(self.log_damping, dtype=torch.float32).uniform_(low, high).exp()
             low, high = (math.log(2 * math.pi * bound) for bound in self.frequency_range)
             omega = torch.empty_like(rate).uniform_(low, high).exp()
-            rate = torch.minimum(rate, 1.5 * omega)  # limits the damping, so that every oscillator swings
+            rate = torch.minimum(rate, 1.5 * omega)  # limits the damping, so that every oscillator is underdamped
             self.log_damping.copy_((2 * rate).log())
             self.log_stiffness.copy_((omega.square() + rate.square()).log())
             gap = 0.25 / self.frequency_range[1]
@@ -198,12 +198,12 @@ class _OscillatorModule(nn.Module):
         return logs.to(accumulation_dtype(self._dtype, logs.device)).exp()
 
     def _readout(self) -> Tensor:
-        """Return the output map for the state (v, x). ``weight_out`` is the map for (v, √stiffness · x)."""
+        """Return the output matrix for the state (v, x); ``weight_out`` is the matrix for (v, √stiffness · x)."""
         root = (self.log_stiffness.to(self._dtype) / 2).exp()
         return self.weight_out.to(self._dtype) * torch.cat([torch.ones_like(root), root])
 
     def _advance(self, state: OscillatorState, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the velocities and displacements a time ``dt``, (batch, 1), after that of ``state``."""
+        """Return the velocities and displacements at a time ``dt``, (batch, 1), after the time of ``state``."""
         rates, dtype = self._rates(), self._dtype
         entries = transition(self.discretization, self._is_held, rates, dt.to(rates))
         vv, vx, xv, xx, *f = (entry.to(dtype) for entry in entries)
@@ -238,7 +238,7 @@ class _OscillatorModule(nn.Module):
                 )
 
     def _check_state(self, state: object, batch: int, kind: type[Kind]) -> Kind:
-        """Return a checked state; raise an error unless it is a ``kind`` that fits the module and the batch size."""
+        """Return a checked state; raise an error unless it has the type ``kind`` and fits the module and batch size."""
         size, is_belief = self.num_oscillators, kind is OscillatorBelief
         shapes: dict[str, tuple[int, ...] | None] = {"v": (batch, size), "x": (batch, size), "t": (batch,)}
         if is_belief:
@@ -254,7 +254,7 @@ class _OscillatorModule(nn.Module):
 
 
 class TimedInputs(Inputs):
-    """The inputs of oscillators. The unit of their ages, if there are any, is a constant of the ``state_dict``."""
+    """The inputs of oscillators; if they include elapsed times, the unit of these is stored in the ``state_dict``."""
 
     time_unit: float = 1.0
 
@@ -284,12 +284,12 @@ class Oscillators(_OscillatorModule):
     starts from the stationary distribution, in which v and √κ q have the variance σ² = s²/(2γ). Samples are observed
     as C [v; √κ q] + ε with independent ε ~ N(0, r²). The model does not use B and D, which have
     ``requires_grad=False``. Its Kalman filter is exact for any gaps: the noise over a gap has the covariance S - ΦSΦᵀ,
-    where S is the stationary covariance. Observations correlate the oscillators. The filter therefore has a covariance
-    2P x 2P per series. Its time is linear in T.
+    where S is the stationary covariance. Observations correlate the oscillators, so the filter has a 2P x 2P
+    covariance matrix per series. Its time is linear in T.
 
     With ``selective=True`` the rates depend on the samples, so that the layer chooses what it remembers. Its P complex
-    states z decay at rates a and turn with frequencies ω, which a sample sets for the gap after it. At the sample x_i
-    they lose the share 1 - f_i, and take up an input through a gate g_i. With the sigmoid function σ,
+    states z decay at rates a and rotate at frequencies ω, which a sample sets for the gap after it. At the sample x_i
+    they are multiplied by f_i and receive an input through a gate g_i. With the sigmoid function σ,
 
     .. math:: z_i = f_i\, e^{(-a_{i-1} + i\omega_{i-1})(t_i - t_{i-1})} z_{i-1} + g_i \circ B x_i, \qquad
         y_i = C\,[\operatorname{Re} z_i; \operatorname{Im} z_i] + D x_i,
@@ -298,9 +298,9 @@ class Oscillators(_OscillatorModule):
         \omega_i = 2\omega_0\, \sigma(W_\omega x_i), \quad f_i = \sigma(-f_0 - W_f x_i), \quad
         g_i = \sigma(g_0 + W_g x_i).
 
-    The modulus of z never grows without input. Half of the states have no frequency, ω = 0. With ``frequency=None``
-    no state has one, and all numbers are real. A sample without observed values changes nothing, and a gap of 0 is
-    legal. ``state.v`` and ``state.x`` are Re z and Im z, and ``state.held`` is the last observed input.
+    The modulus of z never grows without input. Half of the states do not oscillate (ω = 0). With ``frequency=None`` no
+    state oscillates, and all states are real. A sample without observed values has no effect, and gaps may be 0.
+    ``state.v`` and ``state.x`` are Re z and Im z, and ``state.held`` is the last observed input.
 
     References:
         Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (LinOSS); Boyer, Rusch and Rus, Learning to
@@ -310,24 +310,24 @@ class Oscillators(_OscillatorModule):
     Arguments:
         input_size: features of a sample.
         hidden_size: features of the output, in each direction.
-        num_oscillators: P. None is ``hidden_size``. Default: ``None``
+        num_oscillators: number of oscillators P. None is ``hidden_size``. Default: ``None``
         discretization: ``"exact"``, or ``"imex"``, the step of D-LinOSS with implicit damping and explicit stiffness.
             Its error is proportional to the gap, and it is unstable for gaps longer than about 2/√κ.
             Default: ``"exact"``
         input: ``"impulse"`` or ``"hold"``. Default: ``"impulse"``
         bidirectional: whether a second layer with its own parameters processes the series backwards in time. Its
-            outputs are concatenated to those of the first. Such a layer needs whole series: it takes no state and makes
-            no forecast. Default: ``False``
+            outputs are concatenated to those of the first. Such a layer processes only whole series: it accepts no
+            initial state and makes no forecasts. Default: ``False``
         noise: whether the layer is a probabilistic model, for :meth:`log_likelihood`, :meth:`filter` and
             :meth:`smooth`. ``hidden_size`` must then be ``input_size``. Default: ``False``
         selective: whether decay, frequency, forgetting and input depend on the samples. Such a layer takes
             ``discretization="exact"`` and ``input="impulse"``, and no noise. Default: ``False``
         frequency: range of the initial damped frequencies ω/2π, in cycles per unit of ``t``, drawn log-uniformly.
-            :func:`hbnode.nn.oscillator_ranges` computes one from times, with its ``selective=True`` for a selective
-            layer. None is for ``selective=True``, with real states. Default: ``(0.001, 0.25)``
+            :func:`hbnode.nn.oscillator_ranges` computes a range from times; pass it ``selective=True`` for a selective
+            layer. A selective layer also accepts None, for real states. Default: ``(0.001, 0.25)``
         decay: range of the initial decay rates a = γ/2, in 1 / unit of ``t``, drawn log-uniformly and limited to 1.5 ω.
-            A free oscillation decays as e^{-at}. With ``selective=True`` the rates have no limit, and a state forgets
-            as much at a sample as in a time 0.1 / ``decay[1]``. Default: ``(0.001, 0.1)``
+            A free oscillation decays as e^{-at}. With ``selective=True`` the rates have no limit, and a state
+            decays at a sample as much as in a time 0.1 / ``decay[1]``. Default: ``(0.001, 0.1)``
         missing: replacement for a missing value in a sample of which another value is observed: ``"zero"``, ``"hold"``
             or ``"decay"``, as in :class:`hbnode.ODERNN`. A sample without observed values gives no input. None is
             ``"zero"`` with ``input="impulse"`` and ``"hold"`` with ``input="hold"``. Default: ``None``
@@ -362,10 +362,10 @@ class Oscillators(_OscillatorModule):
     log_observation_noise: nn.Parameter | None
     _shown: ClassVar[tuple[str, ...]] = ("num_oscillators", "discretization", "input", "bidirectional", "noise")
     __signature__: ClassVar[inspect.Signature]
-    _selective_class: ClassVar[type[Oscillators]]  # of hbnode.nn.selective, which imports this module
+    _selective_class: ClassVar[type[Oscillators]]  # set by hbnode.nn.selective, which imports this module
 
     def __new__(cls, *_: object, selective: bool = False, **__: object) -> Oscillators:
-        """Make the object, of the subclass :class:`hbnode.nn.selective.SelectiveOscillators` if ``selective``."""
+        """Create an object of the class :class:`hbnode.nn.selective.SelectiveOscillators` if ``selective``."""
         return super().__new__(cls._selective_class if selective is True and cls is Oscillators else cls)
 
     def __init__(
@@ -404,14 +404,14 @@ class Oscillators(_OscillatorModule):
         super().__init__(inputs.size, hidden_size, num_oscillators, **options, device=device, dtype=dtype)
         self.input_size, self.static_size = inputs.input_size, inputs.static_size
         inputs.time_unit = 1 / self.decay_range[1]
-        self.takes_samples = inputs.size == self.input_size and inputs.missing == natural  # as they are
+        self.takes_samples = inputs.size == self.input_size and inputs.missing == natural  # samples are used unchanged
         self.noise = noise
         if self.noise and self.hidden_size != self.input_size:
             raise ValueError(
                 f"noise=True needs hidden_size = input_size, got {self.hidden_size} and {self.input_size}. "
                 f"Fix: hidden_size={self.input_size}, num_oscillators={self.num_oscillators}."
             )
-        if self.noise:  # the filter takes the samples alone, in their order
+        if self.noise:  # the filter needs the samples only, in their order
             names = "missing", "mask_features", "elapsed_features", "static_size"
             given = {name: getattr(inputs, name) for name in names} | {"bidirectional": bidirectional}
             _check_only("noise=True", given | {"discretization": discretization}, missing=natural)
@@ -419,7 +419,7 @@ class Oscillators(_OscillatorModule):
         observation_noise = torch.full((self.input_size,), math.log(0.3), device=device, dtype=dtype)
         self.register_parameter("log_spread", nn.Parameter(spread) if noise else None)
         self.register_parameter("log_observation_noise", nn.Parameter(observation_noise) if noise else None)
-        if noise:  # DistributedDataParallel refuses parameters that need a gradient and get none
+        if noise:  # DistributedDataParallel raises an error for parameters without gradients
             self.weight_in.requires_grad_(False), self.weight_skip.requires_grad_(False)
         self.bidirectional = False
         self.reverse: Oscillators | None = None
@@ -460,8 +460,9 @@ class Oscillators(_OscillatorModule):
                 unit of time between samples. Default: ``None``
             state: the state of an earlier call, to continue its series. Its time must not be later than the first
                 time in ``t``. None is a zero state at the first time. Default: ``None``
-            mask: which values are observed, bool, (batch, T) or (batch, T, input_size). The others may be NaN. Without
-                ``missing``, a missing value gives no impulse; with ``input="hold"`` the last observed value is held.
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size). Other values may be NaN. If the
+                layer has no ``missing``, a missing value gives no impulse; with ``input="hold"`` the last observed
+                value is held.
                 Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
             static: time-independent features, (batch, static_size). Default: ``None``
@@ -481,7 +482,7 @@ class Oscillators(_OscillatorModule):
             state = self._check_state(state, batch, OscillatorState)
         sequences = _sequences(self, series, times, state, observed, lengths)
         refuse_meta(self.weight_in, "the module")
-        if series.dtype.itemsize != 2:  # half-precision samples may go into a float32 layer
+        if series.dtype.itemsize != 2:  # a float32 layer accepts half-precision samples
             seq.check_dtype(series, [self.weight_in.dtype])
         is_shared = state is None and (times is None or as_times(times, "t").dim() == 1)
         with no_autocast(series):
@@ -502,7 +503,10 @@ class Oscillators(_OscillatorModule):
     def _replace_samples(
         self, sequences: Sequences, static: Tensor | None, state: OscillatorState | None
     ) -> dict[str, Any]:
-        """Replace the samples by the inputs made of them; return ``last`` and ``last_t`` of the state after them."""
+        """Replace the samples in ``sequences`` by the inputs computed from them.
+
+        Return ``last`` and ``last_t`` of the state after the samples, as a dict.
+        """
         static = seq.checked_static(static, self.static_size, sequences.x, "Oscillators")
         x, last, last_t = self.inputs(sequences, static, state, self.inputs.time_unit)
         if sequences.any_observed is not None:
@@ -516,7 +520,7 @@ class Oscillators(_OscillatorModule):
     ) -> tuple[Tensor, OscillatorState]:
         """Return the outputs, with arbitrary values on padding, and the state at the end of each sequence.
 
-        ``gaps`` are the times before each sample, (batch or 1, T), or one number if all gaps are equal.
+        ``gaps`` holds the time before each sample, (batch or 1, T), or is one number if all gaps are equal.
         """
         x, dtype = sequences.x, self._dtype
         zeros = torch.zeros(x.shape[0], self.num_oscillators, dtype=dtype, device=x.device)
@@ -556,7 +560,7 @@ class Oscillators(_OscillatorModule):
         Arguments:
             state: the state of a call of this layer. With a state of :meth:`filter` the outputs are distributions of
                 observations.
-            dt: times since that of the state, (K,) or (batch, K), not negative and not decreasing, numbers in the unit
+            dt: times after that of the state, (K,) or (batch, K), not negative and not decreasing, numbers in the unit
                 of t. With ``discretization="imex"`` each time is reached from the previous time in one step.
 
         Returns:
@@ -650,7 +654,7 @@ class Oscillators(_OscillatorModule):
     ) -> Gaussian:
         """Return the distributions of the signal given all samples of a series, in float64; needs ``noise=True``.
 
-        Each value has its own mean and standard deviation. Use :meth:`sample_paths` for joint draws of several times.
+        The distributions are those of single values. Use :meth:`sample_paths` to draw values at several times jointly.
 
         Arguments:
             x: samples (batch, T, input_size).
@@ -735,12 +739,12 @@ class Oscillators(_OscillatorModule):
         return KalmanFilter(self._rates(), self.weight_out, self.log_spread, self.log_observation_noise)
 
 
-_signature = inspect.signature(Oscillators.__init__)  # tools would show that of __new__
+_signature = inspect.signature(Oscillators.__init__)  # without it, tools show the signature of __new__
 Oscillators.__signature__ = _signature.replace(parameters=list(_signature.parameters.values())[1:])
 
 
 def _check_only(what: str, given: dict[str, object], **others: object) -> None:
-    """Raise ValueError if an option that ``what`` excludes is given."""
+    """Raise ValueError if ``given`` has an option with a value that ``what`` does not support."""
     for name, value in given.items():
         only = {"discretization": "exact", "input": "impulse", **others}.get(name, False)
         if value != only:
@@ -761,11 +765,14 @@ def _sequences(
     state: OscillatorState | OscillatorBelief | None, mask: Tensor | None,
     lengths: Lengths | None,
 ) -> Sequences:  # fmt: skip
-    """Return checked sequences; without ``t`` the times are 0, 1, 2, ..., or begin one unit after that of the state."""
+    """Return checked sequences.
+
+    Without ``t`` the times are 0, 1, 2, ..., or, given a state, the time of the state plus 1, 2, 3, ....
+    """
     if t is None:
         length, device = (x.shape[1], x.device) if isinstance(x, Tensor) and x.dim() == 3 else (0, None)
         t = torch.arange(length, dtype=torch.float64, device=device)
-        if isinstance(state, (OscillatorState, OscillatorBelief)):  # else refused later
+        if isinstance(state, (OscillatorState, OscillatorBelief)):  # other types raise an error later
             t = state.t.detach().double().unsqueeze(1) + 1 + t
     return Sequences(module.input_size, x, t, mask, lengths, 1 / module.decay_range[1])
 
@@ -773,9 +780,9 @@ def _sequences(
 def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) -> float | Tensor:
     """Return the time before each sample, (batch or 1, T), or one number if all gaps are equal up to rounding.
 
-    The first gap is the time since that of the state; without a state it is arbitrary.
+    The first gap is the time between the state and the first sample; without a state it is arbitrary.
     """
-    is_shared = is_shared and (sequences.valid is None or may_look())  # else t may include arbitrary times of padding
+    is_shared = is_shared and (sequences.valid is None or may_look())  # otherwise t may have any times on padding
     t = sequences.raw_t[:1, : sequences.t.shape[1]] if is_shared else sequences.t
     gaps = t - t.roll(1, 1)  # t.diff() has the length T - 1, which would limit T in an exported graph
     if state is None:  # a zero state stays zero over any gap
@@ -796,7 +803,10 @@ def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) 
 
 
 def _fill_forward(x: Tensor, observed: Tensor) -> Tensor:
-    """Replace missing values of ``x``, (batch, 1 + T, features), by the last observed ones; ``x[:, 0]`` is observed."""
+    """Replace missing values of x (batch, 1 + T, features) by the last observed value of the feature.
+
+    ``observed`` (batch, T, features) is the mask of ``x[:, 1:]``; ``x[:, 0]`` counts as observed.
+    """
     steps = torch.arange(1, x.shape[1], device=x.device).view(1, -1, 1)
     last = torch.where(observed, steps, 0).cummax(1).values
     return x.gather(1, functional.pad(last, (0, 0, 1, 0)).expand(-1, -1, x.shape[2]))
@@ -839,7 +849,7 @@ class OscillatorCell(_OscillatorModule):
         Arguments:
             x: samples (batch, input_size).
             state: the state of the last call, or of a layer. None is a zero state at time 0. Default: ``None``
-            dt: time since that of the state, a number or (batch,), >= 0; without a state it has no effect.
+            dt: time between the state and the sample, a number or (batch,), >= 0; without a state it has no effect.
                 Default: ``1.0``
 
         Raises:
@@ -853,9 +863,9 @@ class OscillatorCell(_OscillatorModule):
                 f"x must be (batch, input_size) with input_size={self.input_size}, got {tuple(x.shape)}. "
                 "Fix: x.unsqueeze(0) for a single sample, hbnode.nn.Oscillators for a series."
             )
-        if x.dtype.itemsize != 2:  # half-precision samples may go into a float32 cell
+        if x.dtype.itemsize != 2:  # a float32 cell accepts half-precision samples
             seq.check_dtype(x, [self.weight_in.dtype])
-        batch, dtype = x.shape[0], self._dtype  # len(x) would fix it in a graph
+        batch, dtype = x.shape[0], self._dtype  # len(x) would make the batch size constant in a graph
         refuse_dates(dt, "dt")
         gap = to_tensor(as_times(dt, "dt") if isinstance(dt, Tensor) else dt, "dt", "dt=0.5", torch.float64, x.device)
         if gap.dim() and gap.shape != (batch,):
@@ -929,10 +939,10 @@ class OscillatorBlock(nn.Module):
 class OscillatorStack(nn.Module):
     """A deep sequence model of gated residual blocks of :class:`Oscillators`, with a linear encoder and a linear head.
 
-    The encoder maps inputs to features h. An input is a sample, joined with its mask, the ages of values and static
-    features according to the arguments. With a linear map W, each block is h ← h + dropout(GLU(W
-    gelu(oscillators(norm(h))))). Times, masks and lengths are as in :class:`Oscillators`. A sample without observed
-    values is masked in every layer.
+    The encoder maps inputs to features h. An input is a sample, with the mask, elapsed times and static features
+    appended if the arguments say so. With a linear map W, each block is
+    h ← h + dropout(GLU(W gelu(oscillators(norm(h))))). Times, masks and lengths are as in :class:`Oscillators`. A
+    sample without observed values is masked in every layer.
 
     References:
         Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (source of the block).
@@ -953,8 +963,8 @@ class OscillatorStack(nn.Module):
         bidirectional: whether every layer processes the series in both directions. Default: ``False``
         selective: whether decay, frequency, forgetting and input depend on the samples, as in the layer.
             Default: ``False``
-        frequency: range of initial frequencies, in cycles per unit of time. None is for ``selective=True``, with real
-            states. Default: ``(0.001, 0.25)``
+        frequency: range of initial frequencies, in cycles per unit of time. With ``selective=True`` it may
+            be None, for real states. Default: ``(0.001, 0.25)``
         decay: range of initial decay rates, in 1 / unit of time. Default: ``(0.001, 0.1)``
         missing: replacement for a missing value in the input: ``"zero"``, ``"hold"`` or ``"decay"``, as in
             :class:`hbnode.ODERNN`. Default: ``"zero"``
@@ -1080,12 +1090,13 @@ class OscillatorStack(nn.Module):
     def forecast(self, state: OscillatorStackState, dt: ArrayLike) -> tuple[Tensor, OscillatorStackState]:
         """Return the outputs at times after that of a state, without further samples; for ``head="regression"``.
 
-        They are the outputs of a call with samples at these times without observed values. The oscillators of every
-        layer continue without input. The inputs of the encoder are missing values, their ages and static features.
+        The outputs are those of a call with samples at these times that have no observed values. The oscillators of
+        every layer continue without input. The encoder's inputs are replacements of missing values, elapsed times and
+        static features.
 
         Arguments:
             state: the state of a call of this stack.
-            dt: times since that of the state, (K,) or (batch, K), not negative and not decreasing, numbers in the unit
+            dt: times after that of the state, (K,) or (batch, K), not negative and not decreasing, numbers in the unit
                 of t.
 
         Returns:
@@ -1119,11 +1130,11 @@ class OscillatorStack(nn.Module):
 def oscillator_ranges(
     t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None, selective: bool = False
 ) -> Ranges:
-    """Return ranges of initial frequencies and decay rates for a set of times: ``Oscillators(..., **ranges)``.
+    """Compute ranges of initial frequencies and decay rates from times, for ``Oscillators(..., **ranges)``.
 
     The lowest frequency and the lowest decay rate are 1 / (30 span), where span is the duration of the longest series.
-    The slowest oscillators thus average over the series and store its beginning. For the median gap, the highest
-    frequency is 1 / (4 gap), half of the Nyquist frequency. The highest decay rate is 1 / (10 gap).
+    The slowest oscillators thus average over the series and store its beginning. The highest frequency is 1 / (4 gap),
+    where gap is the median gap; this is half of the Nyquist frequency. The highest decay rate is 1 / (10 gap).
 
     Arguments:
         t: times (batch, T) or (T,), not decreasing. Gaps of length 0 do not count.

@@ -1,9 +1,14 @@
 """The recurrent layers with momentum, and their cells for one time step: RNN, LSTM, GRU and orthogonal RNN.
 
-A rule of :mod:`hbnode.nn.rules` filters the inputs g_t = W x_t + b of a cell, independently of the hidden state. A
-linear rule computes v_t = mu_t v_{t-1} + s g_t. From v_0 = 0, v_t is W applied to filtered x, and torch's layer runs
-over the filtered x. A v_0 from an earlier chunk decays with mu_1 ... mu_t. Until v_0 falls below float precision, and
-with nonlinear rules, the cell runs over d_t = rule(g_1, ..., g_t), in torch's layer or in a time loop.
+A cell computes the pre-activation g_t = W x_t + b from its input x_t. A rule of :mod:`hbnode.nn.rules` filters these
+pre-activations over time, independently of the hidden state: d_t = rule(g_1, ..., g_t). A layer is computed in one of
+two ways:
+
+* A linear rule computes d_t = v_t = mu_t v_{t-1} + s g_t. If v_0 = 0, filtering g_t gives the same result as filtering
+  x_t first and then applying W. The layer therefore filters x and runs torch's layer over the filtered x.
+* With a nonlinear rule, or if v_0 from an earlier chunk is not 0, the layer first computes d_t. Then torch's layer or a
+  time loop runs the cell over d_t. The contribution of v_0 to v_t is the product mu_1 ... mu_t times v_0. When it falls
+  below float precision, the layer switches to the first way.
 """
 
 import dataclasses
@@ -56,26 +61,27 @@ __all__ = [
     "sparse_",
 ]
 
-SMALL_PRODUCT = 2**21  # up to so many multiplications per sample, torch's layer with W = I is faster than a loop
+SMALL_PRODUCT = 2**21  # up to this many multiplications per sample, torch's layer with W = I is faster than a time loop
 SHOWN = "num_layers", "rule", "has_bias", "bidirectional", "dropout", "nonlinearity", "forget_bias", "init"
-CHUNK_SIZE = 2**19  # numbers of d that are computed, and stored, at once
+CHUNK_SIZE = 2**19  # number of filtered values that are computed and stored at once
 
 
 @record
 class RecurrentState(Record):
-    """The state from which a layer or cell continues a sequence; entries that it does not use are None.
+    """The state from which a layer or cell continues a sequence; entries that the layer or cell does not use are None.
 
-    The first axis of a layer's state is layers * directions, as in torch.nn. A cell's state has no such axis. ``n`` is
-    the number of features of the filtered input: gates * hidden_size.
+    It holds the hidden state and the memory of the rule that filters W x + b. The first axis of a layer's state is
+    layers * directions, as in torch.nn. A cell's state has no such axis. ``n`` is the number of features of W x + b:
+    4 hidden_size for an LSTM, 3 hidden_size for a GRU, and hidden_size otherwise.
 
-    An LSTM's state unpacks into h and c, ``output, (h, c) = lstm(x)``, and ``state[0]`` and ``state[1]`` are these.
+    An LSTM's state unpacks into h and c: ``output, (h, c) = lstm(x)``. ``state[0]`` is h, and ``state[1]`` is c.
 
     Attributes:
         h: hidden state (..., batch, hidden_size).
         c: cell state of an LSTM (..., batch, hidden_size).
-        v: momentum (..., batch, n), used by all rules except RMSProp.
-        m: running mean of squares (..., batch, n), used by Adam and RMSProp.
-        g: the last input W x + b (..., batch, n), used by adaptive momentum.
+        v: momentum of the rule (..., batch, n), used by all rules except RMSProp.
+        m: running mean of (W x + b)^2 (..., batch, n), used by Adam and RMSProp.
+        g: W x + b at the last time step (..., batch, n), used by adaptive momentum.
         t: number of time steps so far (batch,), int64, used by NAG and scheduled restart.
 
     Example:
@@ -103,7 +109,7 @@ class RecurrentState(Record):
         return iter((self[0], self[1]))
 
     def __getitem__(self, index: int) -> Tensor:
-        if self.c is None or index not in (0, 1):  # torch.nn's pair takes -1, which is c where an h[-1] was meant
+        if self.c is None or index not in (0, 1):  # -1, allowed for torch.nn's pair, would be c if a user meant h[-1]
             raise TypeError(
                 f"the entries of a RecurrentState are read by name, got state[{index!r}]. Fix: state.h[-1] for the "
                 "last layer's h; only the state of an LSTM is also a pair, (h, c)."
@@ -117,14 +123,14 @@ class RecurrentState(Record):
 
 @dataclasses.dataclass(frozen=True)
 class SequenceBatch:
-    """A batch of sequences whose inputs were checked.
+    """A checked batch of sequences, and the layout in which the user passed it.
 
     Attributes:
         x: inputs (T, batch, input_size), zero on padding.
-        packed: the input, if it was packed.
-        is_single: whether the input was one sequence without a batch axis.
-        batch_first: whether the batch axis of the input came first.
-        valid: mask of the time steps that are not padding (T, batch), for packed inputs.
+        packed: the user's PackedSequence; None if the user passed a tensor.
+        is_single: whether the user passed one sequence without a batch axis.
+        batch_first: whether the batch axis comes first in the user's layout.
+        valid: mask (T, batch) that is True at time steps that are not padding; None if the input was not packed.
     """
 
     x: Tensor
@@ -135,7 +141,7 @@ class SequenceBatch:
 
     @classmethod
     def read(cls, x: Tensor | PackedSequence, input_size: int, batch_first: bool) -> "SequenceBatch":
-        """Make a batch from the inputs of a layer; raise TypeError or ValueError if they are not valid."""
+        """Check the inputs x of a layer and return them as a batch; raise TypeError or ValueError if x is not valid."""
         packed = x if isinstance(x, PackedSequence) else None
         values = x.data if isinstance(x, PackedSequence) else x
         if not isinstance(values, Tensor) or not values.is_floating_point():
@@ -169,7 +175,10 @@ class SequenceBatch:
     def run(
         self, name: str, x: Tensor, state: Tensor | tuple[Tensor, Tensor], weights: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Run torch's layer over x (T, batch, n), see :func:`hbnode._torch.fused_layer`."""
+        """Call torch's function ``name``, such as "lstm", on x (T, batch, n); return its output and last states.
+
+        See :func:`hbnode._torch.fused_layer` for the arguments.
+        """
         if self.packed is None or self.valid is None:
             return fused_layer(name, x, state, weights)
         h, *last = fused_layer(name, x[self.valid], state, weights, self.packed.batch_sizes)
@@ -184,14 +193,14 @@ class SequenceBatch:
         return y.gather(0, at.unsqueeze(-1).expand_as(y))
 
     def last(self, y: Tensor) -> Tensor:
-        """Return the last time step of each sequence, (T, batch, n) -> (batch, n)."""
+        """Select the values of y (T, batch, n) at the last time step of each sequence; return them, (batch, n)."""
         if self.valid is None:
             return y[-1]
         at = (self.lengths - 1).view(1, -1, 1)
         return y.gather(0, at.expand(1, -1, y.shape[-1])).squeeze(0)
 
     def segments(self) -> Iterator[tuple[slice, int]]:
-        """Yield the time intervals in which no sequence ends, and the number of sequences in each."""
+        """Split time where sequences end; yield each interval and the number of sequences that last through it."""
         if self.packed is None:
             yield slice(0, len(self.x)), self.x.shape[1]
             return
@@ -202,7 +211,7 @@ class SequenceBatch:
                 start = stop
 
     def output(self, y: Tensor) -> Any:
-        """Return y (T, batch, n) in the layout of the input: packed, batch first or one sequence."""
+        """Convert y (T, batch, n) to the layout of the user's input: packed, batch first, or one sequence."""
         if self.packed:
             return self.packed._replace(data=y[self.valid])
         if self.is_single:
@@ -210,13 +219,13 @@ class SequenceBatch:
         return y.transpose(0, 1) if self.batch_first else y
 
     def sort(self, z: Tensor, axis: int) -> Tensor:
-        """Reorder z along its batch axis from the order of the input to that of ``x``, which packing may sort."""
+        """Reorder z along its batch axis from the user's order to that of ``x``; packing may sort x by length."""
         z = z.unsqueeze(axis) if self.is_single else z
         order = self.packed.sorted_indices if self.packed else None
         return z if order is None else z.index_select(axis, order)
 
     def unsort(self, z: Tensor, axis: int) -> Tensor:
-        """Reorder z along its batch axis to the order of the input; the inverse of :meth:`sort`."""
+        """Reorder z along its batch axis from the order of ``x`` to the user's order; the inverse of :meth:`sort`."""
         order = self.packed.unsorted_indices if self.packed else None
         z = z if order is None else z.index_select(axis, order)
         return z.squeeze(axis) if self.is_single else z
@@ -229,9 +238,10 @@ Entries = tuple[Any, ...]
 """The entries h, c, v, m and g of a state, in which those that a layer does not need are None."""
 
 
-# The equations: h_t, c_t = cell(d_t, h_{t-1}, c_{t-1}), where d_t is what the rule makes of g_t = W x_t + b. With
-# momentum d_t = v_t = mu v_{t-1} + s g_t. A new cell is a function here, a line below them, and a layer and a cell
-# among the classes that follow; a new rule is a class in rules.py.
+# The equations of the cells. A cell computes h_t, c_t = cell(d_t, h_{t-1}, c_{t-1}). A rule computes d_t from the
+# pre-activations g_1, ..., g_t with g_t = W x_t + b. The momentum rule is d_t = v_t = mu v_{t-1} + s g_t.
+# To add a cell, add a step function and a Cell here, and a layer class and a cell class below. To add a rule, add a
+# class to rules.py.
 
 
 def _tanh_step(d: Tensor, h: Tensor, c: None, u: Tensor, bias: None) -> tuple[Tensor, None]:
@@ -268,11 +278,11 @@ ELMAN = {"tanh": Cell(_tanh_step, torch_layer="rnn_tanh"), "relu": Cell(_relu_st
 NO_MOMENTUM = Momentum(momentum=0.0, step_size=1.0)  # d_t = g_t
 
 
-# What layers and cells share
+# The base class of layers and cells
 
 
 class Weights(NamedTuple):
-    """The parameters of one layer in one direction: W_ih, W_hh, b_ih, and b_hh or the bias of the activation."""
+    """The parameters of a layer in one direction: W_ih, W_hh, b_ih, and b_hh or the bias of the activation."""
 
     w: Tensor
     u: Tensor
@@ -281,10 +291,10 @@ class Weights(NamedTuple):
 
 
 class RecurrentBase(nn.Module):
-    """The base class of layers and cells, with their parameters and the checks of their states."""
+    """The base class of layers and cells. It creates the parameters and checks states."""
 
     cell: Cell
-    names: ClassVar[tuple[str, ...]] = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # as in Weights
+    names: ClassVar[tuple[str, ...]] = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # in the order of Weights
     forget_bias: float
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, rule: Rule, factory: dict[str, Any]) -> None:
@@ -309,10 +319,10 @@ class RecurrentBase(nn.Module):
 
         @override
         def __getattr__(self, name: str) -> Tensor:
-            """Return a parameter, such as ``weight_ih``."""
+            """Return the parameter with this name, such as ``weight_ih``."""
 
     def _suffixes(self) -> list[tuple[str, int]]:
-        """Return the suffix of the parameters' names and the input size, for each layer and direction."""
+        """Return a pair for each layer and direction: the suffix of its parameters' names, and its input size."""
         return [("", self.input_size)]
 
     def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
@@ -322,10 +332,11 @@ class RecurrentBase(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Reset W_ih to a random orthogonal matrix, W_hh to ones on its diagonal and 0 elsewhere, and biases to 0.
+        """Set W_ih to a random orthogonal matrix, W_hh to ones on its diagonal and 0 elsewhere, and biases to 0.
 
-        In an LSTM or GRU, the ones of W_hh are in the rows of the first gate. In an LSTM, b_ih and b_hh of the forget
-        gate are both ``forget_bias`` instead of 0. References: appendices A and F of Nguyen et al.
+        In an LSTM or GRU, W_hh has the rows of several gates; its diagonal lies in the rows of the first gate. In an
+        LSTM, the entries of b_ih and b_hh that belong to the forget gate are ``forget_bias`` instead of 0.
+        References: appendices A and F of Nguyen et al.
         """
         n = self.hidden_size
         for name in (name + suffix for suffix, width in self._suffixes() for name in self._shapes(width)):
@@ -348,7 +359,10 @@ class RecurrentBase(nn.Module):
         return Weights(getattr(self, w + suffix), getattr(self, u + suffix), *biases)
 
     def _check_weight_norm(self) -> None:
-        """Raise ValueError if weight_norm made a weight NaN, which it does if rows are zero, as in the initial W_hh."""
+        """Raise ValueError if weight_norm made a weight NaN.
+
+        weight_norm divides by the norm of each row, and the initial W_hh has rows of zeros.
+        """
         for name, made in getattr(self, "parametrizations", {}).items():
             if type(made[0]).__name__ != "_WeightNorm" or not may_look():
                 continue
@@ -362,10 +376,12 @@ class RecurrentBase(nn.Module):
     def _read_state(
         self, state: InitialState, hx: InitialState, layers: tuple[int, ...], batch: tuple[int, ...], like: Tensor
     ) -> RecurrentState:
-        """Return a checked state with zeros for a missing h or c; the rule's memory is None at a sequence's start.
+        """Check the user's initial state and return it as a RecurrentState.
 
-        ``layers`` is (layers * directions,), or () in a cell. The batch is (batch,), or () without a batch axis.
-        The zeros have the dtype and device of ``like``.
+        ``state`` and ``hx`` are two names of the same argument. A missing h or c becomes zeros, in the dtype and on the
+        device of ``like``. A missing memory of the rule stays None. The shape of an entry begins with ``layers`` and
+        ``batch``: ``layers`` is (layers * directions,), or () in a cell; ``batch`` is (batch,), or () without a batch
+        axis.
         """
         if state is not None and hx is not None:
             raise TypeError("state and hx are two names of one argument, and both were given. Fix: pass only state.")
@@ -392,7 +408,10 @@ class RecurrentBase(nn.Module):
 
 
 def _check_entry(name: str, z: Tensor | None, wanted: tuple[int, ...] | None, like: Tensor) -> None:
-    """Raise ValueError unless an entry has the shape ``wanted``, None for no entry, and a dtype that fits ``like``."""
+    """Raise ValueError unless the entry z of a state has the shape ``wanted`` and a dtype that fits ``like``.
+
+    If ``wanted`` is None, z must be None. ``name`` is the name of the entry in the error message.
+    """
     found = None if z is None else tuple(z.shape)
     if found != wanted:
         raise ValueError(
@@ -411,7 +430,7 @@ def _check_entry(name: str, z: Tensor | None, wanted: tuple[int, ...] | None, li
 
 
 def _from_tensors(state: object, has_cell_state: bool) -> RecurrentState:
-    """Make a state from h, or from the pair (h, c) of an LSTM; raise TypeError for anything else."""
+    """Return the RecurrentState of an initial h, or of the pair (h, c) of an LSTM; raise TypeError for other types."""
     if isinstance(state, Tensor):
         return RecurrentState(state)
     parts = tuple(state) if isinstance(state, (tuple, list)) else ()
@@ -442,7 +461,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 class MomentumLayerOptions(LayerOptions, total=False):
-    """The keyword arguments of every layer with a rule."""
+    """The keyword arguments of every layer that filters W_ih x + b_ih by a rule."""
 
     rule: RuleName | Rule
     momentum: float | None
@@ -450,7 +469,7 @@ class MomentumLayerOptions(LayerOptions, total=False):
 
 
 class CellOptions(TypedDict, total=False):
-    """The keyword arguments of every cell with a rule."""
+    """The keyword arguments of every cell that filters W_ih x + b_ih by a rule."""
 
     rule: RuleName | Rule
     device: torch.device | str | None
@@ -460,19 +479,25 @@ class CellOptions(TypedDict, total=False):
 class RecurrentCell(RecurrentBase):
     """The base class of the cells, which compute one time step per call.
 
+    A cell first computes W_ih x + b_ih from the input x. This pre-activation passes through a filter over time, called
+    the rule. The cell then computes the new hidden state from the filtered pre-activation and W_hh h + b_hh.
+
     Arguments:
         input_size: number of features of x.
         hidden_size: number of features of h.
-        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
-        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
-        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
-        rule: the filter; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
+        momentum: the rule's decay μ, in [0, 1], if ``rule`` is "momentum" or "adam". The other rules have no μ to set.
+            Default: ``None`` (0.6).
+        step_size: the rule's factor s of its input, positive, if ``rule`` is a name. Default: ``None`` (0.6).
+        bias: whether W_ih x has a bias b_ih (before the filter) and W_hh h has a bias b_hh (not filtered).
+            Default: ``True``.
+        rule: the filter of W_ih x + b_ih; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
         device: device of the parameters. Default: ``None`` (torch's default).
         dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
     Shape:
         x: (batch, input_size) or (input_size,).
-        state: h, and c of an LSTM, (batch, hidden_size); the memory of the rule is wider by the number of gates.
+        state: h, and c of an LSTM, (batch, hidden_size); the memory of the rule, (batch, gates * hidden_size), where
+            gates is 4 for an LSTM, 3 for a GRU and 1 otherwise.
 
     Raises:
         TypeError: rule is neither a name nor a Rule, or bias is not a bool.
@@ -506,7 +531,7 @@ class RecurrentCell(RecurrentBase):
             hx: another name of ``state``, as in torch.nn. Default: ``None``.
 
         Returns:
-            h (batch, hidden_size) or (hidden_size,), and the state.
+            The new h (batch, hidden_size) or (hidden_size,), and the state for the next call, which contains h.
 
         Raises:
             ValueError: x or the state has another shape or dtype than expected.
@@ -538,26 +563,33 @@ class RecurrentCell(RecurrentBase):
                 memory = memory._replace(t=torch.zeros(len(x), dtype=torch.int64, device=x.device))
         d, memory = self.rule(g.unsqueeze(0), memory)
         _, h, c = run_cell(self.cell, d, state.h, state.c, weights.u, weights.bias)
-        return h, RecurrentState(h, c, *memory)  # type: ignore[arg-type]  # whose t is a tensor
+        return h, RecurrentState(h, c, *memory)  # type: ignore[arg-type]  # t of a cell's memory is a tensor
 
 
 class RecurrentLayer(RecurrentBase):
     """The base class of the layers, which run cells over sequences.
 
+    At each time step a cell first computes W_ih x + b_ih from the input x. This pre-activation passes through a filter
+    over time, called the rule. The cell then computes the new hidden state from the filtered pre-activation and
+    W_hh h + b_hh, where h is the previous hidden state.
+
     Arguments:
         input_size: number of features of x.
         hidden_size: number of features of h.
         num_layers: number of stacked layers. Default: ``1``.
-        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        bias: whether W_ih x has a bias b_ih (before the filter) and W_hh h has a bias b_hh (not filtered).
+            Default: ``True``.
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
         bidirectional: whether each layer has a second cell, which runs backwards in time. Default: ``False``.
-        rule: the filter: "momentum", "nag" (Nesterov's accelerated gradient), "restart" (NAG with scheduled restart),
-            "adam", "rmsprop" or "adaptive" (input-dependent momentum). A name has default coefficients. An object of
-            :mod:`hbnode.nn.rules` has its own: ``rule=Adam(beta=0.99)``. ``Momentum(0.0, 1.0)`` gives a layer of
-            torch.nn with an interchangeable state_dict. Default: ``"momentum"``.
-        momentum: the coefficient μ of "momentum" or "adam" given by name, in [0, 1]. Default: ``None`` (0.6).
-        step_size: the coefficient s of a rule given by name, positive, for all rules. Default: ``None`` (0.6).
+        rule: the filter of W_ih x + b_ih: "momentum", "nag" (Nesterov's accelerated gradient), "restart" (NAG with
+            scheduled restart), "adam", "rmsprop" or "adaptive" (input-dependent momentum). A name selects a rule with
+            default coefficients. To set other coefficients, pass an object of :mod:`hbnode.nn.rules`, such as
+            ``rule=Adam(beta=0.99)``. With ``Momentum(0.0, 1.0)``, which does not change its input, the layer computes
+            the same as the layer of torch.nn, and their state_dicts are interchangeable. Default: ``"momentum"``.
+        momentum: the rule's decay μ, in [0, 1], if ``rule`` is "momentum" or "adam". The other rules have no μ to set.
+            Default: ``None`` (0.6).
+        step_size: the rule's factor s of its input, positive, if ``rule`` is a name. Default: ``None`` (0.6).
         device: device of the parameters. Default: ``None`` (torch's default).
         dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
@@ -565,7 +597,8 @@ class RecurrentLayer(RecurrentBase):
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
         output: (T, batch, directions * hidden_size).
         state: h, and c of an LSTM, (layers * directions, batch, hidden_size).
-        memory of the rule: as h, but wider by the number of gates.
+        memory of the rule: (layers * directions, batch, gates * hidden_size), where gates is 4 for an LSTM, 3 for a
+            GRU and 1 otherwise.
 
     Raises:
         TypeError: rule is neither a name nor a Rule, or bias, batch_first or bidirectional is not a bool.
@@ -601,11 +634,11 @@ class RecurrentLayer(RecurrentBase):
         widths = [self.input_size] + [len(self.directions) * self.hidden_size] * (self.num_layers - 1)
         return [(f"_l{layer}{suffix}", width) for layer, width in enumerate(widths) for suffix in self.directions]
 
-    @untraced  # a loop over time is not a graph; torch.compile skips torch.nn's layers too
+    @untraced  # torch.compile would unroll the time loop; it also skips torch.nn's layers
     def forward(
         self, x: Series, state: InitialState = None, *, hx: InitialState = None
     ) -> tuple[Series, RecurrentState]:
-        """Run over sequences, from their start or from where an earlier chunk ended.
+        """Run over sequences, or over the next chunk of sequences.
 
         Arguments:
             x: (T, batch, input_size), with ``batch_first`` (batch, T, input_size), or one sequence (T, input_size),
@@ -660,9 +693,10 @@ class RecurrentLayer(RecurrentBase):
         t: int | Tensor | None,
         autocast: bool,
     ) -> tuple[Tensor, Entries]:
-        """Run one layer in one direction over x (T, batch, input_size), from the state after t time steps.
+        """Run one layer in one direction over x (T, batch, input_size).
 
-        Under autocast only torch's layer runs in half precision.
+        ``state`` is the state before the first time step of x, after ``t`` earlier time steps. ``autocast`` is whether
+        autocast is enabled; torch's layer then runs in half precision, but the filter does not.
 
         Returns:
             h (T, batch, hidden_size), and the state after the last time step of each sequence.
@@ -692,16 +726,18 @@ class RecurrentLayer(RecurrentBase):
     def _run_from(
         self, state: Entries, t: int | Tensor | None, x: Tensor, weights: Weights, autocast: bool
     ) -> tuple[Tensor, Entries]:
-        """Run over sequences of equal length from any state.
+        """Run one layer in one direction over sequences of equal length, from any state.
 
-        Until v_0 = ``state[2]`` has decayed, the cell runs over filtered W x + b, then torch's layer over filtered x.
+        Arguments and results are those of :meth:`_run`. The initial momentum v_0 is ``state[2]``. At first, the cell
+        runs over the filtered W x + b. If the rule is linear, torch's layer runs over the filtered x instead as soon as
+        the contribution of v_0 is negligible.
         """
         h, c, v, m, g = state
         memory, outputs, steps = RuleState(v, m, g, t), [], len(x)
         if isinstance(self.rule, LinearRule) and not isinstance(t, Tensor):
-            decay = self.rule.coefficients(t, len(x)).cumprod(0)  # below eps**2 even a large v_0 is negligible
+            decay = self.rule.coefficients(t, len(x)).cumprod(0)  # factor of v_0; negligible below eps**2
             steps = int((decay.abs() >= torch.finfo(x.dtype).eps ** 2).sum())
-        is_whole = x.is_cuda and torch.is_grad_enabled()  # a call of cuDNN
+        is_whole = x.is_cuda and torch.is_grad_enabled()  # then one call of cuDNN computes all time steps
         rows = len(x) if is_whole else max(BLOCK, CHUNK_SIZE // max(1, x.shape[1] * len(weights.w)))
         for part in x[:steps].split(rows) if steps else ():
             d, memory = self._filter(part, weights, memory)
@@ -715,14 +751,17 @@ class RecurrentLayer(RecurrentBase):
         return torch.cat(outputs), (h, c, *memory[:3])
 
     def _filter_inputs(self, x: Tensor, weights: Weights, t: int | Tensor | None) -> tuple[Tensor, Tensor]:
-        """Filter x by a linear rule from v_0 = 0; return the filtered x and the weight W with v = W (filtered x)."""
+        """Filter x by a linear rule, starting from v_0 = 0; return the filtered x, and W with v = W (filtered x)."""
         w, b = weights.w, weights.b
-        if b is not None:  # b is the weight of an input that is 1 before it is filtered
+        if b is not None:  # x gets an additional feature that is 1 before the filter, and W gets the column b
             x, w = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1), torch.cat([w, b.unsqueeze(1)], dim=1)
         return self.rule(x, RuleState(t=t))[0], w
 
     def _filter(self, x: Tensor, weights: Weights, memory: RuleState) -> tuple[Tensor, RuleState]:
-        """Compute the filtered W x + b of the next time steps, saving only x for backward if the result is large."""
+        """Filter W x + b by the rule; return the result (T, batch, n) and the memory of the rule after it.
+
+        If the result is large, only x is saved for backward, and W x + b is recomputed.
+        """
 
         def filtered(x: Tensor, w: Tensor, b: Tensor | None, memory: RuleState) -> tuple[Tensor, RuleState]:
             return self.rule(linear(x, w, b), memory)
@@ -742,10 +781,11 @@ class RecurrentLayer(RecurrentBase):
         c: Tensor | None,
         autocast: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run the cell over all time steps, with torch's layer if it is faster, otherwise with a time loop.
+        """Run the cell over filtered inputs, with torch's layer if that is faster, otherwise with a time loop.
 
-        The cell's input is d = w x; if w is None, x is already d. Return h at all time steps, (T, batch, hidden_size),
-        and the h and c after the last time step of each sequence. c is None for cells without a cell state.
+        The filtered pre-activation is d = w x. If w is None, x is d itself. Return h at all time steps,
+        (T, batch, hidden_size), and h and c after the last time step of each sequence. c is None for cells without a
+        cell state.
         """
         name, u, bias = self.cell.torch_layer, weights.u, weights.bias
         if w is None and name is not None:
@@ -765,14 +805,17 @@ class RecurrentLayer(RecurrentBase):
         return out, last[0].squeeze(0), None if c is None else last[1].squeeze(0)
 
     def flatten_parameters(self) -> None:
-        """Do nothing, for compatibility with torch.nn's layers; here every call lays out the weights for cuDNN."""
+        """Do nothing. The method exists because torch.nn's layers have it.
+
+        torch.nn's layers store their weights in one block of memory for cuDNN. Here every call prepares that block.
+        """
 
     def to_torch(self) -> "TorchLayers":
         """Return a copy for inference and deployment: layers of torch.nn, each with a filter before it.
 
-        Call the copy as ``output, state = copy(x)``. It takes no initial state and returns the state of torch.nn. If
-        the rule is linear, the filter runs over the inputs. Otherwise it runs over W x + b, and the input weight of
-        torch's layer is the identity. The copy has no dropout.
+        Call the copy as ``output, state = copy(x)``. It takes no initial state and has no dropout. The returned state
+        is that of torch.nn: h, or (h, c) for an LSTM. If the rule is linear, the copy filters x. Otherwise it filters
+        W x + b, and the input weight of torch's layer is the identity.
 
         Raises:
             ValueError: torch.nn has no layer of this cell.
@@ -784,7 +827,7 @@ class RecurrentLayer(RecurrentBase):
 
 
 def _map(function: Callable[..., Tensor], *states: Entries) -> Entries:
-    """Apply a function to the corresponding entries of the states, except those that are None."""
+    """Call ``function(a, b, ...)`` on the corresponding entries of several states; None entries stay None."""
     found: list[Tensor | None] = []
     for entries in zip(*states, strict=True):
         found.append(None if entries[0] is None else function(*entries))
@@ -793,7 +836,7 @@ def _map(function: Callable[..., Tensor], *states: Entries) -> Entries:
 
 @shares_arguments
 class MomentumRNN(RecurrentLayer):
-    """An Elman network whose inputs are filtered by momentum or another rule.
+    """An Elman network in which momentum, or another rule, filters W x + b over time.
 
     With weights W and U, the cell computes from the input x_t at time step t::
 
@@ -832,7 +875,8 @@ class MomentumRNN(RecurrentLayer):
 class MomentumRNNCell(RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumRNN`.
 
-    With weights W and U, g_t = W x_t + b_ih, and its filtered value d_t: h_t = tanh(U h_{t-1} + b_hh + d_t).
+    With weights W and U, the rule filters g_t = W x_t + b_ih over time; its result is d_t. The new hidden state is
+    h_t = tanh(U h_{t-1} + b_hh + d_t).
 
     Arguments:
         nonlinearity: "tanh" or "relu". Default: ``"tanh"``.
@@ -856,7 +900,7 @@ class MomentumRNNCell(RecurrentCell):
 
 @shares_arguments
 class MomentumLSTM(RecurrentLayer):
-    """An LSTM whose inputs are filtered by momentum or another rule (NAG-LSTM, SRLSTM, AdamLSTM, RMSPropLSTM).
+    """An LSTM in which a rule filters W x + b over time: MomentumLSTM, NAG-LSTM, SRLSTM, AdamLSTM or RMSPropLSTM.
 
     With weights W and U, the cell computes from the input x_t at time step t::
 
@@ -866,9 +910,9 @@ class MomentumLSTM(RecurrentLayer):
         c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(c~)
         h_t = sigmoid(o) tanh(c_t)
 
-    If the rule is linear, d_t is W applied to filtered inputs, and torch's own layer runs over the filtered inputs.
-    With other rules, and while the momentum of an earlier chunk decays, the cell runs over d_t, in torch's layer or in
-    a time loop.
+    If the rule is linear, the layer filters x instead of W x + b, which gives the same d_t, and runs torch's layer over
+    the filtered x. With other rules the layer first computes d_t, and then runs torch's layer or a time loop over d_t.
+    It does so also for a linear rule until the momentum of an earlier chunk has decayed.
 
     References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
     equations 9, 14, 15.
@@ -941,7 +985,7 @@ class MomentumLSTMCell(RecurrentCell):
 
 @shares_arguments
 class MomentumGRU(RecurrentLayer):
-    """A GRU with the gates of torch.nn.GRU whose inputs are filtered by momentum or another rule.
+    """A GRU with the gates of torch.nn.GRU, in which momentum, or another rule, filters W x + b over time.
 
     With weights W and U, the cell computes from the input x_t at time step t::
 
@@ -952,7 +996,7 @@ class MomentumGRU(RecurrentLayer):
         h_t = (1 - z) n + z h_{t-1}
 
     References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
-    section 2, which puts momentum into any cell.
+    section 2, which adds momentum to any cell.
 
     Example:
         >>> output, state = MomentumGRU(3, 5, rule="rmsprop")(torch.ones(7, 2, 3))
@@ -967,8 +1011,8 @@ class MomentumGRU(RecurrentLayer):
 class MomentumGRUCell(RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumGRU`.
 
-    The rule filters the input g_t = W x_t + b_ih to d_t, whose three parts are d_r, d_z and d_n. The recurrent weight
-    U and the bias b_hh have three parts likewise::
+    The rule filters g_t = W x_t + b_ih over time. Its result d_t consists of d_r, d_z and d_n, one for each gate. The
+    recurrent weight U and the bias b_hh are divided among the gates in the same way::
 
         r = sigmoid(U_r h_{t-1} + b_hr + d_r),  z = sigmoid(U_z h_{t-1} + b_hz + d_z)
         n = tanh(r (U_n h_{t-1} + b_hn) + d_n)
@@ -980,7 +1024,7 @@ class MomentumGRUCell(RecurrentCell):
 
 @shares_arguments
 class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
-    """A recurrent layer with an orthogonal weight B whose inputs are filtered by momentum or another rule.
+    """A recurrent layer with an orthogonal recurrent weight B, in which momentum or another rule filters W x.
 
     With weights W and B, the cell computes from the input x_t at time step t::
 
@@ -988,16 +1032,18 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
         d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
         h_t = modrelu(B h_{t-1} + d_t),  modrelu(z) = sign(z) relu(|z| + b)
 
-    B = base exp(A) with A skew-symmetric is a parametrization ("dynamic trivialization"), as torch's ``orthogonal``.
-    :meth:`rebase` sets the base to B; see :func:`hbnode.nn.recurrent.rebase_every`. The only bias is b of modReLU. The
-    time loop computes one product with B per time step.
+    B is parametrized as the product of an orthogonal matrix, the base, and exp(A) with a skew-symmetric A ("dynamic
+    trivialization"), as in ``torch.nn.utils.parametrizations.orthogonal``. :meth:`rebase` sets the base to B; see
+    :func:`hbnode.nn.recurrent.rebase_every`. The only bias is b in modReLU.
 
     References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
     section 4; Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501).
 
     Arguments:
-        init: initial B, which rotates planes by random angles: "cayley" draws them from U(0, π/2) (Helfrich et al.,
-            arXiv:1707.09520), "henaff" from U(-π, π) (Henaff et al., arXiv:1602.06662). Default: ``"cayley"``.
+        init: distribution of the initial B, a block-diagonal matrix of 2 × 2 rotations by random angles. "cayley" draws
+            the angles from U(0, π/2) (Helfrich et al., arXiv:1707.09520), and "henaff" draws them from U(-π, π)
+            (Henaff et al., arXiv:1602.06662).
+            Default: ``"cayley"``.
     """
 
     cell = DTRIV_CELL
@@ -1020,7 +1066,8 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
 class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumDTRIV`.
 
-    With the weight W, g_t = W x_t, and its filtered value d_t: h_t = modrelu(B h_{t-1} + d_t) with an orthogonal B.
+    With the weight W, the rule filters g_t = W x_t over time; its result is d_t. The new hidden state is
+    h_t = modrelu(B h_{t-1} + d_t), where B is orthogonal.
 
     Arguments:
         init: initial B, "cayley" or "henaff", see :class:`hbnode.nn.MomentumDTRIV`. Default: ``"cayley"``.
@@ -1058,7 +1105,7 @@ class DTRIV(MomentumDTRIV):
     Shape:
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
         output: (T, batch, directions * hidden_size).
-        state: h, and v, the last W x_t, each (layers * directions, batch, hidden_size).
+        state: h, and v, which is W x_t at the last time step, each (layers * directions, batch, hidden_size).
 
     Raises:
         TypeError: batch_first or bidirectional is not a bool.
@@ -1086,7 +1133,7 @@ class DTRIV(MomentumDTRIV):
 class DTRIVCell(MomentumDTRIVCell):
     """A cell that computes one time step of :class:`hbnode.nn.DTRIV`, with an orthogonal weight B.
 
-    With the weight W and the input x_t at time step t: h_t = modrelu(B h_{t-1} + W x_t).
+    With the weight W, the cell computes h_t = modrelu(B h_{t-1} + W x_t) from the input x_t at time step t.
 
     Arguments:
         input_size: number of features of x.
@@ -1097,7 +1144,7 @@ class DTRIVCell(MomentumDTRIVCell):
 
     Shape:
         x: (batch, input_size) or (input_size,).
-        state: h and v = d, each (batch, hidden_size).
+        state: h, and v, which is W x at the last time step, each (batch, hidden_size).
 
     Raises:
         ValueError: a size or name is not valid.
@@ -1124,8 +1171,8 @@ class TanhRNN(nn.Module):
         t_i = W_hx x_i + b + W_hh h_{i-1},  i > 1
         h_i = tanh(t_i)
 
-    Call it like :class:`torch.nn.RNN`. :class:`~hbnode.optim.HessianFree` has fast curvature products for both. The
-    outputs are the hidden states h_i; add a ``torch.nn.Linear`` for a readout.
+    Call it like :class:`torch.nn.RNN`. :class:`~hbnode.optim.HessianFree` computes fast curvature products for TanhRNN
+    and torch.nn.RNN. The outputs are the hidden states h_i; add a ``torch.nn.Linear`` for a readout.
 
     References: Martens and Sutskever, Learning Recurrent Neural Networks with Hessian-Free Optimization (ICML 2011),
     supplement, Algorithm 1 and section 2.
@@ -1134,16 +1181,17 @@ class TanhRNN(nn.Module):
         input_size: number of features of x.
         hidden_size: number of features of h.
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
-        connections: number of nonzero initial weights per unit in W_hh, and per input in W_hx. Default: ``15``.
+        connections: number of nonzero initial weights in each row of W_hh (per unit) and in each column of W_hx (per
+            input). Default: ``15``.
         input_std: standard deviation of the initial weights of W_hx that are not zero. Default: ``1.0``.
         device: device of the parameters. Default: ``None`` (torch's default).
         dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
     Shape:
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
-        h0: (1, batch, hidden_size), or (1, hidden_size) of one sequence.
+        h0: (1, batch, hidden_size), or (1, hidden_size) for one sequence.
         output: h at every sample, (T, batch, hidden_size).
-        h: the last h of each sequence, in the form of h0.
+        h: the last h of each sequence, with the shape of h0.
 
     Raises:
         ValueError: a size is not valid.
@@ -1186,10 +1234,10 @@ class TanhRNN(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw sparse weights by :func:`sparse_`, and the biases from the distribution of the weights of W_hh.
+        """Draw sparse weights by :func:`sparse_`, and draw the biases from the distribution of the weights of W_hh.
 
-        Each unit has ``connections`` nonzero weights in W_hh, and each input as many in W_hx. Few units receive inputs,
-        so that the others can store information.
+        Each row of W_hh (a unit) and each column of W_hx (an input) has ``connections`` nonzero weights. Few units
+        receive inputs, so that the other units can store information.
         """
         sparse_(self.weight_ih.T, self.connections, self.input_std)
         sparse_(self.weight_hh, self.connections)
@@ -1197,16 +1245,16 @@ class TanhRNN(nn.Module):
             bias.normal_(std=self.connections**-0.5)
 
     def forward(self, x: Series, h0: Tensor | None = None) -> tuple[Series, Tensor]:
-        """Run over sequences, from their start or from where an earlier chunk ended.
+        """Run over sequences, or over the next chunk of sequences.
 
         Arguments:
             x: (T, batch, input_size), with ``batch_first`` (batch, T, input_size), or one sequence (T, input_size),
                 or a PackedSequence.
-            h0: the last h of an earlier call. None starts a sequence, with b_init in place of W_hh h_0.
-                Default: ``None``.
+            h0: the last h of an earlier call. None starts a new sequence: its first time step has b_init in place of
+                W_hh h_0. Default: ``None``.
 
         Returns:
-            h at every sample, in the form of x, and the last h of each sequence (1, batch, hidden_size).
+            h at every sample, in the layout of x, and the last h of each sequence (1, batch, hidden_size).
 
         Raises:
             TypeError: x is not floating point.
@@ -1217,7 +1265,7 @@ class TanhRNN(nn.Module):
         _check_dtype(batch.x, weight.dtype)
         inputs = batch.x.to(weight.dtype)
         shape = (1, inputs.shape[1], self.hidden_size)
-        if h0 is None:  # b_init is the weight of an input that is 1 at the start and 0 later
+        if h0 is None:  # x gets an additional feature, 1 at the first time step and 0 later, with the weight b_init
             start = inputs.new_zeros(*inputs.shape[:2], 1)
             start[0] = 1
             inputs, weight = torch.cat([inputs, start], -1), torch.cat([weight, self.bias_init.unsqueeze(1)], 1)
@@ -1245,14 +1293,15 @@ class TanhRNN(nn.Module):
 
 @torch.no_grad()
 def sparse_(weight: Tensor, connections: int = 15, std: float | None = None) -> Tensor:
-    """Fill a weight in place with zeros and ``connections`` entries per row from N(0, std^2).
+    """Fill a weight in place: ``connections`` entries per row from N(0, std^2), and zeros elsewhere.
 
     References: Martens, Deep learning via Hessian-free optimization (ICML 2010), section 5; variances as in section 2
     of the supplement to Martens and Sutskever (ICML 2011): 1 / connections for W_hh and for the readout, 1 for W_hx.
 
     Arguments:
         weight: (units, inputs).
-        connections: how many weights of a unit are not zero; all, if there are fewer inputs. Default: ``15``.
+        connections: number of nonzero weights per unit; if there are fewer inputs, all weights are nonzero.
+            Default: ``15``.
         std: standard deviation. Default: ``None``, 1 / sqrt(connections).
 
     Returns:
@@ -1276,9 +1325,10 @@ def sparse_(weight: Tensor, connections: int = 15, std: float | None = None) -> 
 
 
 class InputFilter(nn.Module):
-    """A module that filters W x + b over time from the rule's zero memory.
+    """A module that filters W x + b over time by a rule whose memory is initially zero.
 
-    Without ``weight`` it filters x. With only ``bias`` it filters x with an additional input of 1.
+    W is ``weight`` and b is ``bias``. If ``weight`` is None, the module filters x. If only ``bias`` is given, the
+    module filters x with an additional feature that is 1.
     """
 
     weight: Tensor | None
@@ -1291,7 +1341,7 @@ class InputFilter(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the filtered inputs of torch's layer, (T, batch, n), from x (T, batch, input_size)."""
+        """Filter x (T, batch, input_size); return the input of torch's layer, (T, batch, n)."""
         if self.weight is not None:
             x = linear(x, self.weight, self.bias)
         elif self.bias is not None:
@@ -1300,7 +1350,7 @@ class InputFilter(nn.Module):
 
 
 class TorchLayers(nn.Module):
-    """A stack of layers of torch.nn with a filter before each, which takes no initial state.
+    """A stack of layers of torch.nn, each with a filter before it. The stack takes no initial state.
 
     Attributes:
         filters: an :class:`InputFilter` for each layer and direction.
@@ -1333,7 +1383,10 @@ class TorchLayers(nn.Module):
         self.filters, self.layers = nn.ModuleList(filters), nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | Tensor]:
-        """Return output and last state as torch.nn's layer does; x is (T, batch, input_size), or batch first."""
+        """Return the output of the last layer, and h or (h, c) of all layers after the last time step.
+
+        x is (T, batch, input_size), or (batch, T, input_size) with ``batch_first``.
+        """
         x = x.transpose(0, 1) if self.batch_first else x
         ends: list[tuple[Tensor, ...]] = []
         outputs: list[Tensor] = []

@@ -1,9 +1,9 @@
-"""The rules that filter the inputs of a recurrent cell, such as momentum and Adam.
+"""The rules, such as momentum and Adam, that filter the input's pre-activations in a recurrent cell over time.
 
-A recurrent cell computes h_t = cell(h_{t-1}, g_t) from the inputs g_t = W x_t + b at time step t. A rule replaces each
-g_t with d_t, a function of g_1, ..., g_t. A rule does not depend on h, so a layer computes d of a whole sequence before
-its first cell step. A layer takes a rule as an object, ``rule=Adam(beta=0.99)``, or by name, ``rule="adam"``. The cells
-are in :mod:`hbnode.nn.recurrent`.
+A recurrent cell computes the hidden state h_t = cell(h_{t-1}, g_t) from the pre-activation g_t = W x_t + b of its input
+x_t at time step t. A rule replaces each g_t by a filtered value d_t, which depends on g_1, ..., g_t but not on h. A
+layer therefore filters a whole sequence before its first cell step. Pass a rule to a layer as an object,
+``rule=Adam(beta=0.99)``, or by name, ``rule="adam"``. The cells are in :mod:`hbnode.nn.recurrent`.
 
 References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
 equations 9, 14 and 15; Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022),
@@ -27,12 +27,14 @@ __all__ = ["Momentum", "NAG", "ScheduledRestart", "Adam", "RMSProp", "AdaptiveMo
 
 
 class RuleState(NamedTuple):
-    """The memory of a rule between time steps, in which the entries that the rule does not use are None.
+    """The values that a rule stores from one time step to the next; entries that the rule does not use are None.
+
+    g denotes the input W x + b of the rule, and n is its number of features.
 
     Attributes:
-        v: momentum (batch, n), used by all rules except RMSProp; n is the number of features of g.
+        v: momentum (batch, n), used by all rules except RMSProp.
         m: running mean of g squared (batch, n), used by Adam and RMSProp.
-        g: the last g (batch, n), used by adaptive momentum.
+        g: g at the last time step (batch, n), used by adaptive momentum.
         t: number of time steps so far, used by NAG and scheduled restart: one number, or (batch,) if it differs
             between sequences.
     """
@@ -44,9 +46,10 @@ class RuleState(NamedTuple):
 
 
 class Rule:
-    """The base class of the rules: a frozen dataclass of coefficients with a filter that computes d from g.
+    """The base class of the rules, which filter pre-activations g = W x + b over time. The result is called d.
 
-    A subclass overrides :meth:`filter` and ``memory``, the names of the attributes of RuleState that the rule uses.
+    A rule is a frozen dataclass whose fields are its coefficients. A subclass overrides :meth:`filter`, and sets
+    ``memory`` to the names of the attributes of RuleState that it uses.
     """
 
     memory: ClassVar[tuple[str, ...]] = ("v",)
@@ -54,7 +57,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.name not in _VALID:  # a coefficient of a user-defined rule
+            if field.name not in _VALID:  # a coefficient of a user-defined rule, which is not checked
                 continue
             value, (is_valid, expected) = getattr(self, field.name), _VALID[field.name]
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_valid(value):
@@ -63,9 +66,10 @@ class Rule:
                 raise ValueError(f"{field.name} must be {expected}, got {value!r}. Fix: {field.name}={default!r}.")
 
     def __call__(self, g: Tensor, memory: RuleState) -> tuple[Tensor, RuleState]:
-        """Return d in the dtype of g and the new memory, computed by :meth:`filter` in float32 or float64.
+        """Filter g (T, batch, n); return d in the dtype of g, and the memory after the last time step.
 
-        In half precision small updates of the memory and eps would round to zero.
+        :meth:`filter` computes both in float32 or float64. In half precision, eps and small updates of the memory would
+        round to zero.
         """
         d, memory = self.filter(g.to(memory_dtype(g.dtype)), memory)
         return d.to(g.dtype), memory
@@ -79,29 +83,32 @@ class Rule:
         """Filter the inputs of the next T time steps.
 
         Arguments:
-            g: the inputs W x + b (T, batch, n).
+            g: the pre-activations W x + b (T, batch, n).
             memory: the memory before the first of these time steps.
 
         Returns:
-            The filtered inputs d (T, batch, n), and the memory after the last time step.
+            The filtered pre-activations d (T, batch, n), and the memory after the last time step.
         """
         raise NotImplementedError(f"{type(self).__name__} has no filter. Fix: define filter(self, g, memory).")
 
 
 class LinearRule(Rule):
-    """A rule d_t = v_t = mu_t v_{t-1} + s g_t, where mu_t depends only on t and s is the ``step_size``.
+    """The base class of the rules d_t = v_t = mu_t v_{t-1} + s g_t, in which mu_t does not depend on g.
 
-    A subclass overrides :meth:`coefficients`, and sets ``memory = ("v", "t")`` if mu_t depends on t.
+    mu_t is the momentum coefficient, and s is the ``step_size``. A subclass overrides :meth:`coefficients`, and
+    sets ``memory = ("v", "t")`` if mu_t depends on t.
     """
 
     step_size: float
 
     def coefficients(self, t: int | Tensor | None, steps: int) -> Tensor:
-        """Return mu of the next time steps in float64, (steps,), or (steps, batch) if t is (batch,).
+        """Return the momentum coefficients mu of the next time steps in float64.
+
+        The shape is (steps,), or (steps, batch) if t is (batch,).
 
         Arguments:
-            t: number of time steps before these, one number or (batch,); None if ``memory`` has no "t".
-            steps: number of time steps.
+            t: number of time steps so far, one number or (batch,); None if ``memory`` does not contain "t".
+            steps: number of next time steps.
         """
         raise NotImplementedError(f"{type(self).__name__} has no coefficients. Fix: define coefficients(self, t, n).")
 
@@ -119,8 +126,8 @@ class Momentum(LinearRule):
     References: equation 9 of Nguyen et al.
 
     Arguments:
-        momentum: mu, in [0, 1]. Default: 0.6.
-        step_size: s, positive. Default: 0.6.
+        momentum: the momentum coefficient mu, in [0, 1]. Default: 0.6.
+        step_size: s, the factor of g_t, positive. Default: 0.6.
     """
 
     momentum: float = 0.6
@@ -138,7 +145,7 @@ class NAG(LinearRule):
     The first time step is t = 1. References: section 2.4 of Nguyen et al.
 
     Arguments:
-        step_size: s, positive. Default: 0.6.
+        step_size: s, the factor of g_t, positive. Default: 0.6.
     """
 
     step_size: float = 0.6
@@ -159,7 +166,7 @@ class ScheduledRestart(LinearRule):
 
     Arguments:
         restart: F, a positive number of time steps. Default: 40.
-        step_size: s, positive. Default: 0.6.
+        step_size: s, the factor of g_t, positive. Default: 0.6.
     """
 
     restart: int = 40
@@ -181,10 +188,10 @@ class Adam(Rule):
     References: equation 15 of Nguyen et al.
 
     Arguments:
-        momentum: mu, in [0, 1]. Default: 0.6.
-        step_size: s, positive. Default: 0.6.
+        momentum: the momentum coefficient mu, in [0, 1]. Default: 0.6.
+        step_size: s, the factor of g_t, positive. Default: 0.6.
         beta: decay of the running mean, in [0, 1). Default: 0.9.
-        eps: positive. The slope of d at g = 0 is s / sqrt(eps). It is 1e8 s for the 1e-16 of the authors' code.
+        eps: positive. The slope of d at g = 0 is s / sqrt(eps); with 1e-16, as in the authors' code, it is 1e8 s.
             Default: 1e-08.
     """
 
@@ -207,7 +214,7 @@ class RMSProp(Rule):
     """The rule of RMSProp: d_t = s g_t / sqrt(m_t + eps) with m_t = beta m_{t-1} + (1 - beta) g_t^2.
 
     Arguments:
-        step_size: s, positive. Default: 0.6.
+        step_size: s, the factor of g_t, positive. Default: 0.6.
         beta: decay of the running mean m_t, in [0, 1). Default: 0.9.
         eps: positive, see :class:`Adam`. Default: 1e-08.
     """
@@ -226,15 +233,15 @@ class RMSProp(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveMomentum(Rule):
-    """The rule of adaptive momentum: a coefficient mu_t that depends on the inputs, separately for each sequence.
+    """The rule of adaptive momentum: the momentum coefficient mu_t depends on g_{t-1} and g_t of each sequence.
 
     v_t = mu_t v_{t-1} + s g_t, d_t = v_t, and mu_t = (1 - sqrt(norm(g_t - g_{t-1}) / norm(g_{t-1})))^2, clipped to
-    [0, 1 - delta]. Each norm is over all features. mu_t is 0 at the first time step and if g_{t-1} is 0.
+    [0, 1 - delta]. Each norm is over the features of a sequence. mu_t is 0 at the first time step and if g_{t-1} is 0.
     References: equation 77 and remark 8 of Wang et al.
 
     Arguments:
-        step_size: s, positive. Default: 0.6.
-        delta: distance of the upper bound of mu_t from 1, in (0, 1). Default: 0.001.
+        step_size: s, the factor of g_t, positive. Default: 0.6.
+        delta: 1 minus the upper bound of mu_t, in (0, 1). Default: 0.001.
     """
 
     step_size: float = 0.6
@@ -250,11 +257,14 @@ class AdaptiveMomentum(Rule):
         return v, RuleState(v[-1], g=g[-1])
 
     def _momentum(self, g: Tensor, before: Tensor) -> Tensor:
-        """Return mu (T, batch) from the inputs and those one time step before, both (T, batch, n)."""
+        """Return the momentum coefficients mu (T, batch).
+
+        The arguments, both (T, batch, n), are g_t (``g``) and g_{t-1} (``before``) for each time step t.
+        """
         size = before.square().sum(-1)
         is_zero = size == 0
         ratio = (g - before).square().sum(-1) / torch.where(is_zero, 1.0, size)
-        ratio = ratio.clamp(min=(self.delta / 2) ** 4)  # the slope of the root is infinite at 0, where mu is clipped
+        ratio = ratio.clamp(min=(self.delta / 2) ** 4)  # the slope of sqrt is infinite at 0; mu is clipped there
         mu = (1 - ratio.sqrt().sqrt()).square().clamp(max=1 - self.delta)
         return torch.where(is_zero, 0.0, mu)
 
@@ -266,7 +276,10 @@ _KINDS: dict[str, type[Rule]] = dict(
 
 
 def make_rule(rule: RuleName | Rule, momentum: float | None = None, step_size: float | None = None) -> Rule:
-    """Return the rule that the arguments of a layer or cell specify; see :class:`hbnode.nn.MomentumLSTM`."""
+    """Return the rule for the arguments ``rule``, ``momentum`` and ``step_size`` of a layer or cell.
+
+    See :class:`hbnode.nn.MomentumLSTM` for these arguments. An argument that the rule does not have raises ValueError.
+    """
     numbers = {"momentum": momentum, "step_size": step_size}
     given = {name: value for name, value in numbers.items() if value is not None}
     if isinstance(rule, Rule):
@@ -304,11 +317,11 @@ _VALID = {
 
 
 def memory_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a rule's computations and memory for inputs of ``dtype``: float32 or float64."""
+    """Return the dtype in which a rule computes: float64 for inputs of ``dtype`` float64, float32 for others."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _sample_numbers(t: int | Tensor | None, steps: int) -> Tensor:
-    """Return the numbers t + 1, ..., t + steps of the next time steps in float64, (steps,) or (steps, batch)."""
+    """Return t + 1, ..., t + steps, the numbers of the next time steps, in float64: (steps,) or (steps, batch)."""
     following = torch.arange(1, steps + 1, dtype=torch.float64)
     return following.to(t.device).unsqueeze(1) + t if isinstance(t, Tensor) else following + (t or 0)

@@ -17,12 +17,12 @@ from hbnode.nn.oscillators import Oscillators, OscillatorState, _fill_forward
 from hbnode.nn.sequences import Sequences
 
 SELECTOR_STD = 3.0  # standard deviation of an initial selector, for inputs of variance 1
-SAMPLES_PASSED = 50  # samples of a series that the initial input gates let pass
-DECAY_BIAS = -4.0  # argument of the softplus of the decay without input
+SAMPLES_PASSED = 50  # number of samples of a series that the initial input gates let pass
+DECAY_BIAS = -4.0  # argument of the softplus in the decay rate if the input is zero
 
 
 class SelectiveOscillators(Oscillators):
-    """The class of the objects that ``Oscillators(..., selective=True)`` makes; :class:`Oscillators` describes it."""
+    """The class of the layers that ``Oscillators(..., selective=True)`` returns; see :class:`Oscillators`."""
 
     log_decay: nn.Parameter
     log_omega: nn.Parameter | None
@@ -38,13 +38,13 @@ class SelectiveOscillators(Oscillators):
         return self.frequency_range[1] == 0
 
     @property
-    def _parts(self) -> int:
-        """Real numbers in a state."""
+    def _reals_per_state(self) -> int:
+        """The number of real numbers per state: 1, or 2 if states are complex."""
         return 1 if self._is_real else 2
 
     @property
     def _num_swinging(self) -> int:
-        """The number of states with a frequency, which come first."""
+        """The number of oscillating states. They precede the states without a frequency."""
         return 0 if self._is_real else (self.num_oscillators + 1) // 2
 
     @override
@@ -56,8 +56,8 @@ class SelectiveOscillators(Oscillators):
             "bias_forget": (size,),
             "bias_gate": (size,),
             "weight_select": (3 * size + swinging, inputs),
-            "weight_in": (self._parts * size, inputs),
-            "weight_out": (self.hidden_size, self._parts * size),
+            "weight_in": (self._reals_per_state * size, inputs),
+            "weight_out": (self.hidden_size, self._reals_per_state * size),
             "weight_skip": (self.hidden_size, inputs),
         }
 
@@ -65,21 +65,22 @@ class SelectiveOscillators(Oscillators):
     def reset_parameters(self) -> None:
         """Draw new decay rates and frequencies log-uniformly, and normally distributed weights.
 
-        A state forgets as much at a sample as it decays over a median gap, for which ``decay[1]`` is 1 / (10 gap).
+        Initially a state decays at a sample as much as over a median gap, which is assumed to be 0.1 / ``decay[1]``.
         """
         with torch.no_grad():
             slowest, fastest = self.decay_range
             rate, size = _log_uniform(self.log_decay, slowest, fastest), self.num_oscillators
-            rate = rate[torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])]  # of any size, swinging or not
+            # every second rate first, so that both kinds of states, oscillating or not, have slow and fast rates
+            rate = rate[torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])]
             self.log_decay.copy_(rate.log())
             if self.log_omega is not None:
                 low, high = (2 * math.pi * bound for bound in self.frequency_range)
                 self.log_omega.copy_(_log_uniform(self.log_omega, low, high)[torch.randperm(self._num_swinging)].log())
             lost = rate * (0.1 / fastest)
-            self.bias_forget.copy_(lost.expm1().log())  # the inverse of softplus
-            samples = fastest / (3 * slowest)  # of a series, if oscillator_ranges gave the range
-            # White noise gives states of equal variance. The factors that this takes are in the gates, which learn them
-            # by factors, not in the weights, which learn them by sums.
+            self.bias_forget.copy_(lost.expm1().log())  # inverse softplus
+            samples = fastest / (3 * slowest)  # number of samples of a series if oscillator_ranges computed the ranges
+            # The factors make all states have the same variance for white noise. They are in the gates and not in the
+            # weights, because training changes gates by factors and weights by summands.
             self.bias_gate.copy_((min(0.5, SAMPLES_PASSED / samples) * (-(-4 * lost).expm1()).sqrt()).logit())
             inputs = self.weight_in.shape[1]
             self.weight_select.normal_(std=SELECTOR_STD / inputs**0.5)
@@ -90,25 +91,28 @@ class SelectiveOscillators(Oscillators):
     @property
     @override
     def damping(self) -> Tensor:
-        """The damping coefficient 2a of each state without input, (num_oscillators,), in 1 / time."""
+        """The damping coefficient 2a of each state if the input is zero, (num_oscillators,), in 1 / time."""
         return 2 * self.log_decay.exp()
 
     @property
     @override
     def frequency(self) -> Tensor:
-        """The frequency ω/2π of each state without input, (num_oscillators,), in cycles / time."""
+        """The frequency ω/2π of each state if the input is zero, (num_oscillators,), in cycles / time."""
         omega = self.log_decay.new_zeros(0) if self.log_omega is None else self.log_omega.exp()
         return functional.pad(omega, (0, self.num_oscillators - len(omega))) / (2 * math.pi)
 
     @property
     @override
     def stiffness(self) -> Tensor:
-        """The stiffness a² + ω² of each state without input, (num_oscillators,), in 1 / time²."""
+        """The stiffness a² + ω² of each state if the input is zero, (num_oscillators,), in 1 / time²."""
         return self.log_decay.exp().square() + (2 * math.pi * self.frequency).square()
 
     def _flow(self, decay: Tensor, turn: Tensor, dt: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logarithm of the modulus and the phase of e^{(-a + iω)Δ}, given the selectors of a and ω."""
-        least = math.log1p(math.exp(DECAY_BIAS))  # softplus
+        """Return the log modulus and the phase of e^{(-a + iω)Δ}.
+
+        ``decay`` and ``turn`` are the linear maps of the samples that select a and ω, and ``dt`` is Δ.
+        """
+        least = math.log1p(math.exp(DECAY_BIAS))  # softplus(DECAY_BIAS)
         a = self.log_decay.to(decay.dtype).exp() * functional.softplus(decay + DECAY_BIAS) / least
         if self.log_omega is None:
             return -a * dt, None
@@ -116,8 +120,8 @@ class SelectiveOscillators(Oscillators):
         return -a * dt, functional.pad(omega * dt, (0, self.num_oscillators - self._num_swinging))
 
     def _rows(self) -> list[int]:
-        """The rows of the selectors of decay, frequency, forgetting and gate, and of the input map."""
-        return [self.num_oscillators, self._num_swinging] + [self.num_oscillators] * (2 + self._parts)
+        """Return the number of rows of each selector (decay, frequency, forgetting, gate), and of the input map."""
+        return [self.num_oscillators, self._num_swinging] + [self.num_oscillators] * (2 + self._reals_per_state)
 
     @override
     def _readout(self) -> Tensor:
@@ -144,7 +148,8 @@ class SelectiveOscillators(Oscillators):
         x, seen = sequences.x, sequences.any_observed
         gaps = x.new_full(x.shape[:2], gaps, dtype=dtype) if isinstance(gaps, float) else gaps.to(dtype)
         gaps = gaps if sequences.valid is None else torch.where(sequences.valid, gaps, 0.0)
-        # The inputs that select a and ω over the gap before each sample, the last observed ones, and after the last
+        # The last observed input before each sample selects a and ω for the gap before the sample. The last entry of
+        # held selects them for the gap after the last sample.
         first = torch.zeros_like(x[:, 0]) if state is None or state.held is None else state.held.to(x.dtype)
         held = torch.cat([first.unsqueeze(1), x], 1)
         held = held if seen is None else _fill_forward(held, seen.unsqueeze(-1))
@@ -164,7 +169,7 @@ class SelectiveOscillators(Oscillators):
         z = scan(rho - forgotten, phi, b[0] if is_real else torch.complex(b[0], b[1]), z0)
         path = z if is_real else torch.view_as_real(z).flatten(-2)
         readout = self._readout()
-        if not is_real:  # for the order p₁, q₁, p₂, q₂, ...
+        if not is_real:  # arrange real and imaginary parts as p₁, q₁, p₂, q₂, ...
             readout = readout.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
         y = (path @ readout.T).transpose(0, 1) + x.to(dtype) @ self.weight_skip.to(dtype).T
         v, q = (z[-1], z[-1, :, :0]) if is_real else (z[-1].real.contiguous(), z[-1].imag.contiguous())
@@ -185,7 +190,10 @@ class SelectiveOscillators(Oscillators):
 
 
 def _log_uniform(like: Tensor, low: float, high: float) -> Tensor:
-    """Draw increasing numbers, one from each of equal parts of the range of logarithms."""
+    """Draw increasing numbers between ``low`` and ``high``, one from each of n intervals of equal ratio.
+
+    n is the length of ``like``.
+    """
     size = len(like)
     places = (torch.arange(size) + torch.rand(size)) / size
     return torch.lerp(torch.tensor(math.log(low)), torch.tensor(math.log(high)), places).exp().to(like.device)

@@ -39,12 +39,12 @@ from hbnode.nfe import NFE
 Missing = Literal["zero", "hold", "decay"]
 Lengths = Tensor | Sequence[int]
 Series = TypeVar("Series", Tensor, PackedSequence)
-GAPS_PER_UNIT = 10  # median gaps in a fitted time_unit: any method takes such a gap in one step at initialisation
-MANY_NFE_THRESHOLD = 50  # NFE per gap above which warn_if_too_short warns
-SEVERAL_NFE_THRESHOLD = 12  # NFE per gap of more than one step of the default methods
-TIGHT_RTOL = 1e-6  # rtol at and below which many evaluations are expected
-UNIT_RATIO_THRESHOLD = 2.0  # fitted unit over current unit, above which the current one is too short
-UNSET_UNIT_RATIO_THRESHOLD = 7.5  # the same for a unit that was never set: gaps of about one unit are slow
+GAPS_PER_UNIT = 10  # median gaps per fitted time_unit; an untrained network then needs one step per gap
+MANY_NFE_THRESHOLD = 50  # number of function evaluations per gap above which warn_if_too_short warns
+SEVERAL_NFE_THRESHOLD = 12  # number per gap above which the default methods took more than one step
+TIGHT_RTOL = 1e-6  # up to this rtol many function evaluations are expected
+UNIT_RATIO_THRESHOLD = 2.0  # the current time_unit is too short if fitted unit / current unit is larger
+UNSET_UNIT_RATIO_THRESHOLD = 7.5  # the same threshold for a time_unit that was never set
 
 
 # States
@@ -85,7 +85,7 @@ class ODERNNState(Record):
 
     @property
     def joined(self) -> Tensor:
-        """Return h, or h and m concatenated, as a cell takes them."""
+        """Return h, or h and m concatenated: the state argument of a cell."""
         return self.h if self.m is None else torch.cat([self.h, self.m], -1)
 
     @property
@@ -118,15 +118,15 @@ def make_state(
     s: Tensor, t: Tensor, sizes: list[int], last: Tensor | None = None, last_t: Tensor | None = None,
     below: ODERNNState | None = None,
 ) -> ODERNNState:  # fmt: skip
-    """Return an ODERNNState with h and m split from s (..., S)."""
+    """Return an ODERNNState whose h and m are the parts of s (..., S) with these sizes."""
     h, *m = s.split(sizes, -1)
     return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t, last, last_t, below)
 
 
 def check_state(state: object, kind: type[Kind], shapes: dict[str, tuple[int, ...] | None], fix: str) -> Kind:
-    """Return a state that autograd can use; raise an error unless it is a ``kind`` with attributes of these shapes.
+    """Return a checked state that autograd can use; raise an error unless it has the type ``kind`` and these shapes.
 
-    The shape None requires None.
+    ``shapes`` maps names of attributes to shapes; None means that the attribute must be None.
     """
     if not isinstance(state, kind):
         raise TypeError(f"state must be an {kind.__name__}, got {type(state).__name__}. Fix: {fix}.")
@@ -147,7 +147,7 @@ def real_state(state: Kind) -> Kind:
 
 
 def check_start(start: Tensor, t: Tensor) -> None:
-    """Raise ValueError if times t (batch, T) begin before the state's time ``start`` (batch,)."""
+    """Raise ValueError if the first of the times t (batch, T) is before the state's time ``start`` (batch,)."""
     if may_look() and bool((t[:, 0].detach() < start.detach().to(t)).any()):
         raise ValueError(
             "the state's time lies after the first of t; expected t[:, 0] >= state.t. "
@@ -164,11 +164,11 @@ class Sequences:
     Attributes:
         x: samples (batch, T, input_size), 0 for missing values; T is the greatest length.
         t: times (batch, T); padding has the time of the last sample.
-        raw_t: times (batch, total) as given, padding included.
-        observed: which values are observed, (batch, T, 1) or (batch, T, input_size); None for all.
-        any_observed: which samples have an observed value, (batch, T); None for all.
-        valid: which samples are not padding, (batch, T); None for all.
-        total: the number of time steps as given, of which T are used.
+        raw_t: times (batch, total) as given by the user, padding included.
+        observed: which values are observed, (batch, T, 1) or (batch, T, input_size); None if all are.
+        any_observed: which samples have an observed value, (batch, T); None if all have one.
+        valid: which samples are not padding, (batch, T); None if there is no padding.
+        total: number of time steps as given by the user, of which the first T are used.
     """
 
     def __init__(
@@ -214,14 +214,15 @@ class Sequences:
         return pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
 
     def at_samples(self, x: Tensor) -> Tensor:
-        """Return values (batch, T, n) as (batch, total, n), with 0 at padding and at samples with no observed value."""
+        """Pad values (batch, T, n) to (batch, total, n); set those of padding and of unobserved samples to 0."""
         x = x if self.any_observed is None else torch.where(self.any_observed.unsqueeze(-1), x, 0.0)
         return pad(x, (0, 0, 0, self.total - x.shape[1]))
 
     def backwards(self) -> tuple[Tensor, Sequences]:
-        """Return indices (batch, T) that reverse every series within its own length, and the reversed batch.
+        """Return indices (batch, T) that reverse every series in time, and the reversed batch.
 
-        Its times are measured from the end of each series. Padding stays at the end, at the time of the last sample.
+        Times of the reversed batch are measured from the end of each series. Padding stays at the end, with the time of
+        the last sample.
         """
         positions = torch.arange(self.t.shape[1], device=self.t.device).expand(self.t.shape)
         order = positions.flip(1)
@@ -242,14 +243,14 @@ class Sequences:
         return torch.cat([self.t, self.t[:, -1:].expand(-1, missing)], 1) if missing else self.t
 
     def padded(self, states: Tensor) -> Tensor:
-        """Return states (..., batch, T, n) as (..., batch, total, n), with 0 after the end of each series."""
+        """Pad states (..., batch, T, n) to (..., batch, total, n), with 0 after the end of each series."""
         if self.valid is None:
             return states
         states = torch.where(self.valid.unsqueeze(-1), states, 0.0)
         return pad(states, (0, 0, 0, self.total - states.shape[-2]))
 
     def _check_values(self, time_unit: float) -> None:
-        """Raise ValueError for invalid times or samples, with one device synchronisation."""
+        """Raise ValueError if times or samples are not valid; all checks share one device synchronisation."""
         t = self.t.detach()
         gaps = t.diff()
         is_lost, is_observed = has_lost_digits(t, gaps, time_unit), torch.isfinite(self.x.detach()).all()
@@ -273,12 +274,12 @@ class Sequences:
 
 
 def reorder(z: Tensor, order: Tensor) -> Tensor:
-    """Return samples z (batch, T, n) gathered along time by indices ``order`` (batch, T)."""
+    """Reorder samples z (batch, T, n) along time by the indices ``order`` (batch, T)."""
     return z.gather(1, order.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
 
 
 def unpack(x: Any, lengths: Lengths | None, *others: Any) -> list[Any]:
-    """Return the lengths, x and the other tensors, padded if x is a PackedSequence."""
+    """Return a list of the lengths, x and the other tensors; packed sequences are converted to padded tensors."""
     if not isinstance(x, PackedSequence):
         return [lengths, x, *others]
     if lengths is not None:
@@ -292,7 +293,7 @@ def pack_as(x: PackedSequence, y: Tensor, lengths: Any) -> PackedSequence:
 
 
 def check_parameters(x: Tensor, parameters: Iterable[Tensor]) -> None:
-    """Raise an error if a parameter is on the device meta, or none has the dtype of x."""
+    """Raise an error if a parameter is on the meta device, or if no parameter has the dtype of x."""
     parameters = list(parameters)
     for parameter in parameters:
         refuse_meta(parameter, "the module")
@@ -300,7 +301,7 @@ def check_parameters(x: Tensor, parameters: Iterable[Tensor]) -> None:
 
 
 def check_dtype(x: Tensor, dtypes: Iterable[torch.dtype], name: str = "x") -> None:
-    """Raise TypeError if x has the dtype of no parameter; autocast converts dtypes of at most 32 bits only."""
+    """Raise TypeError if the dtype of x is not in ``dtypes``; under autocast, dtypes up to 32 bits are allowed."""
     kinds = list(dict.fromkeys(dtypes))
     if not kinds or x.dtype in kinds:
         return
@@ -327,7 +328,10 @@ def refuse_both_directions(module: nn.Module, what: str) -> None:
 
 
 def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
-    """Return times ``dt`` since the time of a state, checked, as (*batch, K); ``shape`` is the state's batch shape."""
+    """Check the times ``dt`` after the time of a state, and return them as (*shape, K).
+
+    ``shape`` is the batch shape of the state.
+    """
     times = torch.tensor(dt) if isinstance(dt, numbers.Real) else as_times(dt, "dt")
     if times.dim() == 0 or times.shape[-1] == 0 or (times.dim() > 1 and times.shape[:-1] != shape):
         raise ValueError(
@@ -341,7 +345,10 @@ def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
 
 
 def checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
-    """Return times ``at`` on the clock of the times t (batch, T), checked, as (batch, K) on the device of t."""
+    """Check the times ``at``, and return them as (batch, K) on the device of t.
+
+    They have the origin and the unit of the times t (batch, T).
+    """
     times = as_times(at, "at")
     if times.dim() not in (1, 2) or times.shape[-1] == 0 or (times.dim() == 2 and len(times) != len(t)):
         raise ValueError(
@@ -355,7 +362,7 @@ def checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
 
 
 def shown(module: object, names: Iterable[str]) -> str:
-    """Return attributes of a module for its representation."""
+    """Return names and values of attributes as text, for the ``extra_repr`` of a module."""
     return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
 
 
@@ -371,7 +378,8 @@ def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor
 def _checked_times(t: ArrayLike, x: Tensor) -> Tensor:
     shape = x.shape[:2]
     t = _tensor(t, "t", as_times)
-    if t.shape != shape[2 - max(t.dim(), 1) :]:  # in a graph, comparing (T,) with (batch, T) would make them differ
+    # shapes of equal length are compared: comparing (T,) with (batch, T) in a graph would add the condition batch != T
+    if t.shape != shape[2 - max(t.dim(), 1) :]:
         time_first = t.shape in (shape[::-1], shape[:1])
         fix = "x.transpose(0, 1), if time comes first in x" if time_first else "one time per sample"
         raise ValueError(
@@ -383,7 +391,10 @@ def _checked_times(t: ArrayLike, x: Tensor) -> Tensor:
 
 
 def checked_static(static: Tensor | None, size: int, x: Tensor, kind: str) -> Tensor | None:
-    """Return static features (batch, size) in the dtype of x, or None without any; ``kind`` is the module's name."""
+    """Check static features; return them in the dtype of x, (batch, size), or return None if ``size`` is 0.
+
+    ``kind`` is the name of the module in error messages.
+    """
     if static is None and size == 0:
         return None
     if static is not None:
@@ -401,7 +412,10 @@ def checked_static(static: Tensor | None, size: int, x: Tensor, kind: str) -> Te
 
 
 def _checked_mask(mask: Tensor, x: Tensor) -> Tensor:
-    """Check a boolean mask (True = observed) and return it on the device of x, with (batch, T) made (batch, T, 1)."""
+    """Check a boolean mask (True = observed), and return it on the device of x.
+
+    A mask (batch, T) is returned as (batch, T, 1).
+    """
     mask = _tensor(mask, "mask", as_tensor)
     if mask.dtype != torch.bool or mask.shape not in (x.shape, x.shape[:2]):
         fix = "mask.squeeze(-1)" if mask.shape == (*x.shape[:2], 1) else "mask.bool() of 0 and 1"
@@ -414,7 +428,7 @@ def _checked_mask(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _checked_lengths(lengths: Lengths, x: Tensor) -> tuple[Tensor, int]:
-    """Return which samples are not padding, (batch, T), and the greatest length, or T while a graph is traced."""
+    """Return the mask (batch, T) of samples that are not padding, and the greatest length (T while tracing a graph)."""
     lengths = as_integers(lengths, "lengths", "one length per sequence of the batch")
     batch, total = x.shape[:2]
     is_whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
@@ -458,9 +472,9 @@ class Inputs(ModuleWithConstants):
     Arguments:
         input_size: number of features of a sample.
         missing: replacement of a missing value. ``"zero"`` gives 0 and ``"hold"`` the last observed value. ``"decay"``
-            multiplies that value by :math:`e^{-\lambda\delta}`, where δ is the time since it was observed, in units of
-            ``time_unit``. Each feature has a rate :math:`\lambda = \mathrm{softplus}(\omega)`, with parameter ω
-            initially 0.
+            multiplies the last observed value by :math:`e^{-\lambda\delta}`, where δ is the time since its
+            observation, in units of ``time_unit``. Each feature has a rate
+            :math:`\lambda = \mathrm{softplus}(\omega)` with a parameter ω, initially 0.
         mask_features: whether the input includes the mask.
         elapsed_features: whether the input includes δ.
         static_size: number of static features.
@@ -477,7 +491,7 @@ class Inputs(ModuleWithConstants):
         self.missing: Missing = check_choice(missing, "missing", get_args(Missing))
         self.mask_features = check_bool(mask_features, "mask_features")
         self.elapsed_features = check_bool(elapsed_features, "elapsed_features")
-        self.size = input_size * (1 + self.mask_features + self.elapsed_features) + static_size  # of the cell's input
+        self.size = input_size * (1 + self.mask_features + self.elapsed_features) + static_size  # of the input
         self.looks_back = missing != "zero" or self.elapsed_features
         self.rate = nn.Parameter(torch.zeros(input_size)) if missing == "decay" else None
 
@@ -511,9 +525,10 @@ class Inputs(ModuleWithConstants):
 
 
 def _look_back(sequences: Sequences, observed: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the last observed value before each sample and its age, (batch, T, n), and the final ``last``, ``last_t``.
+    """Return, for each sample, the last observed value of each feature and its age, and the final ``last``, ``last_t``.
 
-    Before the first observation of a feature its value is 0, and its age is counted from the start of the series.
+    Values and ages are (batch, T, n). Before the first observation of a feature, the value is 0, and the age is the
+    time since the start of the series.
     """
     x, t = sequences.x, sequences.t.to(_torch.widest(sequences.t.device))
     shape = (x.shape[0], x.shape[2])
@@ -522,7 +537,7 @@ def _look_back(sequences: Sequences, observed: Tensor, state: Any) -> tuple[Tens
         begin = t[:, 0] if state is None else state.t.to(t)
         last, last_t = x.new_zeros(shape), begin.unsqueeze(1).expand(shape)
     positions = torch.arange(x.shape[1], device=x.device).view(1, -1, 1)
-    latest = torch.where(observed, positions, -1).cummax(1).values + 1  # 0: before the first sample
+    latest = torch.where(observed, positions, -1).cummax(1).values + 1  # 0 stands for the state before the first sample
     values = torch.cat([last.to(x.dtype).unsqueeze(1), x], 1)
     times = torch.cat([last_t.to(t).unsqueeze(1), t.unsqueeze(-1).expand(x.shape)], 1)
     before = pad(latest[:, :-1], (0, 0, 1, 0))
@@ -532,9 +547,9 @@ def _look_back(sequences: Sequences, observed: Tensor, state: Any) -> tuple[Tens
 
 
 def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return times (batch, T), which samples have an observed value, (batch, T), and the gaps (K,) between these.
+    """Return times, the mask of samples with an observed value, (batch, T) each, and the gaps (K,) between them.
 
-    Raise ValueError if times of observed samples are not finite or decrease.
+    Raise ValueError if times of these samples are not finite or decrease.
     """
     t = as_times(t, "t").detach()
     dtype, t = t.dtype, t.to("cpu", torch.float64)
@@ -568,7 +583,7 @@ def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) ->
 
 
 def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> float:
-    """Return ten times the median gap between different times of observed samples, without padding."""
+    """Return ten times the median gap between observed samples; gaps of length 0 and padding do not count."""
     _, _, gaps = observed_gaps(t, mask, lengths)
     gaps = gaps[gaps > 0]
     if len(gaps) == 0:
@@ -580,7 +595,7 @@ def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> f
 
 
 class TimedModule(ModuleWithConstants):
-    """A module that divides times by a constant of its ``state_dict``, ``time_unit``, which training data may set."""
+    """A module that divides times by ``time_unit``, a constant in its ``state_dict`` that can be fitted to data."""
 
     @property
     def time_unit(self) -> float:
@@ -603,8 +618,8 @@ class TimedModule(ModuleWithConstants):
 
         Arguments:
             t: times (batch, T) or (T,), as for a call.
-            mask: what was observed, (batch, T) or (batch, T, features). Gaps run between samples with an observed
-                feature. Default: ``None``.
+            mask: which values are observed, (batch, T) or (batch, T, features). A gap is the time between two samples
+                with an observed feature. Default: ``None``.
             lengths: length of each series, (batch,). Default: ``None``.
 
         Returns:
@@ -617,17 +632,18 @@ class TimedModule(ModuleWithConstants):
 def warn_if_too_short(
     time_unit: float, times: Tensor, counts: Sequence[Sequence[NFE]], networks: int, rtol: float, most: int
 ) -> bool:
-    """Warn if gaps take many function evaluations in the median because ``time_unit`` is short; return True if so.
+    """Warn if the median gap needs many function evaluations because ``time_unit`` is too short; return whether it did.
 
-    ``times`` are in units of ``time_unit``. ``counts`` holds the NFE of each gap, one per network; up to ``most`` are
-    expected. A tight ``rtol`` needs many evaluations with any unit, so it suppresses the warning.
+    ``times`` are in units of ``time_unit``. ``counts`` holds the number of function evaluations (NFE) of each gap and
+    each network. Up to ``most`` per gap and network are normal. There is no warning if ``rtol`` is tight, because many
+    evaluations are then needed with any unit.
     """
     each = sorted(sum(map(attrgetter("forward"), gap)) / networks for gap in counts)
     spent = each[len(each) // 2] if each else 0.0
     if spent <= most or rtol <= TIGHT_RTOL:
         return False
     gaps = times.detach().diff()
-    unit = GAPS_PER_UNIT * float(gaps[gaps > 0].median())  # synchronises with the device, after a slow call
+    unit = GAPS_PER_UNIT * float(gaps[gaps > 0].median())  # waits for the device, but only after a slow call
     if not unit > (UNIT_RATIO_THRESHOLD if spent > MANY_NFE_THRESHOLD else UNSET_UNIT_RATIO_THRESHOLD):
         return False
     warnings.warn(
@@ -641,7 +657,7 @@ def warn_if_too_short(
 
 @contextmanager
 def in_user_units(time_unit: float) -> Iterator[None]:
-    """Rescale times in a SolverError to the user's units; after too many steps suggest another ``time_unit``."""
+    """Convert the times in a SolverError to the user's units; if there were too many steps, suggest a ``time_unit``."""
     try:
         yield
     except SolverError as error:

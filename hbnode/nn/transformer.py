@@ -1,8 +1,8 @@
-r"""Transformers with momentum over time, in the attention, and over depth, in the connections.
+r"""Transformers with momentum over time (in the attention) and over depth (in the residual connections).
 
-A connection adds the output g of a sublayer to the residual stream x: as x + g, or with momentum. A connection with
-momentum passes a :class:`DepthState` from layer to layer. It passes nothing from token to token, so every connection
-supports streaming.
+A connection adds the output g of a sublayer to the residual stream x, as x + g or with momentum. A connection with
+momentum passes a :class:`DepthState` from layer to layer. No connection passes a state from token to token, so all
+support streaming.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hbnode.nn.attention import (
     MomentumAttention,
     MultiheadBase,
     SoftmaxAttention,
-    places,
+    count_before,
     read_mask,
 )
 from hbnode.nn.sequences import check_choice, check_dtype, shown
@@ -53,7 +53,7 @@ class Connection(nn.Module):
         He et al., Deep Residual Learning (arXiv:1512.03385).
     """
 
-    _shown: ClassVar[tuple[str, ...]] = ()  # attributes in the representation
+    _shown: ClassVar[tuple[str, ...]] = ()  # names of the attributes that repr shows
 
     @override
     def extra_repr(self) -> str:
@@ -68,15 +68,16 @@ class Connection(nn.Module):
         return x + update, depth
 
     def feedforward(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return the residual stream and depth state after another sublayer with input x and output ``update``."""
+        """Return the residual stream and depth state after any other sublayer with input x and output ``update``."""
         return x + update, depth
 
 
 class MomentumConnection(Connection):
     r"""The momentum connection of Wang et al.: x_l + g_l + β (x_l - x_{l-1}).
 
-    x_l is the input of layer l, and g_l its attention output. The first layer has no momentum term. The paper
-    prints T_{l-1}(X) instead of x_{l-1}. With T_{l-1}(X) the output of layer l - 1, the momentum term would be zero.
+    x_l is the input of layer l, and g_l its attention output. The first layer has no momentum term. In the
+    paper the equation has T_{l-1}(X) instead of x_{l-1}. If T_{l-1}(X) is the output of layer l - 1, this momentum term
+    is zero.
 
     References:
         Wang et al. (2022), equation 75.
@@ -103,7 +104,7 @@ class MomentumConnection(Connection):
 class AdaptiveConnection(Connection):
     r"""The adaptive momentum connection x_l + g_l + β_l (x_l - x_{l-1}), with a β_l per token.
 
-    x_l is the input of layer l, and g_l its attention output. The first layer has no momentum term. In the others::
+    x_l is the input of layer l, and g_l its attention output. The first layer has no momentum term. In other layers::
 
         β_l = clamp((1 - sqrt(|g_l - g_{l-1}| / |g_{l-1}|))^2, 0, 1 - threshold)
 
@@ -148,7 +149,8 @@ class AdaptiveConnection(Connection):
             torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide) for x in (update - previous, previous)
         )
         ratio = change / size.clamp(min=torch.finfo(wide).tiny)
-        # the lower bound avoids the infinite slope of sqrt at 0, the upper one NaN; β is at its maximum from 4 on
+        # the lower bound avoids the infinite slope of sqrt at 0, and the upper bound avoids NaN; for a ratio of 4 or
+        # more, β has its maximum
         root = ratio.clamp(1e-12, 4.0).sqrt()
         return (1 - root).square().clamp(0, 1 - self.threshold).to(update.dtype)
 
@@ -186,7 +188,7 @@ class MomentumStateConnection(Connection):
 class HeavyBallConnection(Connection):
     r"""A connection in which attention and feedforward blocks update a velocity v of the residual stream x.
 
-    For each sublayer, with v = 0 before the first::
+    Each sublayer updates v, which is 0 before the first sublayer::
 
         g = block(x),   v <- β v + γ g,   x <- x + v
 
@@ -227,7 +229,7 @@ class HeavyBallConnection(Connection):
 
     @override
     def feedforward(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return the same as :meth:`attention`, with the β and γ of the other sublayers."""
+        """Compute the equation of :meth:`attention` with the β and γ of the other sublayers."""
         return self._move(x, update, depth, 1)
 
     def _move(self, x: Tensor, update: Tensor, depth: DepthState, sublayer: int) -> tuple[Tensor, DepthState]:
@@ -310,9 +312,9 @@ def make_attention(
     batch_first: bool,
     **layout: Any,
 ) -> MultiheadBase[Any]:
-    """Return a new attention module, given its name or a function that takes the modules' arguments.
+    """Return a new attention module of a kind: its name, or a function that takes the modules' arguments.
 
-    Options of the module override ``layout``. A module with another ``causal`` or ``batch_first`` raises an error.
+    ``options`` override ``layout``. An error is raised if the module has another ``causal`` or ``batch_first``.
     """
     make, own = _unwrap(kind)
     if make is HeavyBallMemory and not causal:
@@ -321,11 +323,11 @@ def make_attention(
             "Fix: causal=True, or 'momentum', 'linear' or 'softmax'; for cross-attention cross_attention='momentum'."
         )
     if make in (MomentumAttention, HeavyBallMemory):
-        layout.pop("dropout")  # linear-time attention has no weights to drop
+        layout.pop("dropout")  # linear-time attention has no attention weights
     wanted = {"causal": causal, "batch_first": batch_first}
     layout |= {"batch_first": batch_first} if make is HeavyBallMemory else wanted
     layout = {name: value for name, value in layout.items() if name not in own} | dict(options)
-    module = make(embed_dim, num_heads, **own, **layout)  # refuses options that the name or the partial has set
+    module = make(embed_dim, num_heads, **own, **layout)  # an option that is set twice raises TypeError
     for name, value in wanted.items():
         if getattr(module, name, value) != value:
             raise ValueError(
@@ -336,7 +338,7 @@ def make_attention(
 
 
 def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[str, Any]]:
-    """Return the function that makes an attention module, and the options that its name or a partial sets."""
+    """Return the class or function that ``kind`` names or wraps, and the options that the name or partial sets."""
     _refuse_module("attention", kind)
     if not callable(kind) and not is_one_of(kind, tuple(ATTENTIONS)):
         raise ValueError(_unknown("attention", kind, tuple(ATTENTIONS)))
@@ -345,7 +347,7 @@ def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[st
 
 
 def _with_rotary(kind: AttentionName | MakeAttention, options: Mapping[str, Any], rotary: bool) -> dict[str, Any]:
-    """Return the options of an attention, with ``rotary`` if it is softmax attention that does not set it."""
+    """Return the options of an attention module; add ``rotary`` for softmax attention that does not set it."""
     make, own = _unwrap(kind)
     is_free = make is SoftmaxAttention and "rotary" not in own
     return ({"rotary": rotary} if is_free else {}) | dict(options)
@@ -360,7 +362,7 @@ def _check_rotary(attention: object, rotary: bool, what: str, fix: str) -> None:
 
 
 def make_connection(kind: ConnectionName | MakeConnection, momentum: float | None) -> Connection:
-    """Return a new connection, given its name or a function; ``momentum=None`` is the default of the class."""
+    """Return a new connection of a kind, a name or a function; ``momentum=None`` is the class's default."""
     _refuse_module("connection", kind)
     if callable(kind):
         if momentum is not None:
@@ -412,7 +414,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 class TransformerLayerBase(nn.Module):
-    """A base class of the transformer layers: self-attention, a feedforward block, their norms and a connection.
+    """The base class of the transformer layers: self-attention, a feedforward block, layer norms and a connection.
 
     Arguments:
         d_model: number of features of the input and of the output.
@@ -427,10 +429,11 @@ class TransformerLayerBase(nn.Module):
             "gated_linear", or a function with the arguments of their constructors. Default: ``"momentum"``.
         attention_options: further arguments of the attention module. Its dropout, if given, applies to attention
             weights instead of ``dropout``. Default: ``None``, no further arguments.
-        connection: "residual", the paper's "momentum" (equation 75) and "adaptive" (77), "momentum_state" (75 as in the
-            published code), or "heavy_ball" or "nesterov" with learned coefficients. A function must return a
-            :class:`hbnode.nn.transformer.Connection`. Default: ``"residual"``.
-        connection_momentum: β of the connection, its initial value if learned. Default: ``None``, the connection's β.
+        connection: "residual"; "momentum" or "adaptive", equations 75 and 77 of the paper; "momentum_state", equation
+            75 as in the published code; "heavy_ball" or "nesterov", with learned coefficients. A function must return
+            a :class:`hbnode.nn.transformer.Connection`. Default: ``"residual"``.
+        connection_momentum: β of the connection, or the initial β if it is learned. Default: ``None``, the connection's
+            default.
         causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
         device: device of the parameters. Default: ``None``, torch's default.
         dtype: dtype of the parameters. Default: ``None``, torch's default.
@@ -479,7 +482,7 @@ class TransformerLayerBase(nn.Module):
         self.connection = make_connection(connection, connection_momentum).to(self.linear1.weight)
 
     def _start(self, x: Tensor, depth_state: DepthState | None) -> DepthState:
-        """Raise TypeError if an input has the wrong type; return the depth state, which is empty in the first layer."""
+        """Return the depth state, which is empty in the first layer; raise TypeError if an input has the wrong type."""
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"x must be a tensor, got {type(x).__name__}. A layer returns a pair, its output and a depth state. "
@@ -499,7 +502,10 @@ class TransformerLayerBase(nn.Module):
         return depth
 
     def _sublayer(self, x: Tensor, depth: DepthState, norm: nn.Module, block: Block, join: Join) -> Stream:
-        """Return the residual stream and depth state after a block, its norm and ``join``, a connection's method."""
+        """Apply a block with its norm and a connection; return the residual stream and the depth state.
+
+        ``join`` is the method of the connection that adds the block's output to the residual stream.
+        """
         start = self.connection.look_ahead(x, depth)
         x, depth = join(x, self.dropout(block(norm(start) if self.norm_first else start)), depth)
         return (x if self.norm_first else norm(x)), depth
@@ -522,8 +528,8 @@ class MomentumTransformerLayer(TransformerLayerBase):
             x, depth_state = layer(x, depth_state)
 
     Two things differ from torch: the layer is causal by default, and ``torch.nn.TransformerEncoder`` cannot call it.
-    As in torch, x in the wrong order of axes raises no error, unless a ``key_padding_mask`` has another shape. The
-    layer then attends to the other samples of the batch.
+    As in torch, there is no error if the batch and length axes of x are exchanged, unless the ``key_padding_mask`` does
+    not fit. The layer would then attend to the other samples of the batch.
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), section 4.3.
@@ -588,8 +594,9 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
     supports only causal attention, set ``cross_attention`` to another one.
 
     Arguments:
-        cross_attention: cross-attention, given like ``attention``. It has no rotary positions, because positions of two
-            sequences are not comparable. Default: ``None``, ``attention`` with its options.
+        cross_attention: attention module for cross-attention, with the same choices as ``attention``. It has no rotary
+            positions, because positions of two sequences are not comparable. Default: ``None``, ``attention`` with its
+            options.
 
     Example:
         >>> layer = MomentumTransformerDecoderLayer(32, 4, 64, batch_first=True)
@@ -635,7 +642,7 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
 
         Arguments:
             x: (length, batch, d_model), or (batch, length, d_model) with ``batch_first``.
-            memory: the encoder's output, like x but of any length.
+            memory: the encoder's output, in the layout of x, of any length.
             depth_state: depth state from the previous layer. Default: ``None``, for the first layer.
             key_padding_mask: mask of x (batch, length), True = ignore. Default: ``None``.
             memory_key_padding_mask: mask of memory (batch, length of memory), True = ignore. Default: ``None``.
@@ -693,8 +700,8 @@ class MomentumTransformer(nn.Module):
         norm_first: whether norms come before the blocks, with another norm after the last layer. Default: ``False``.
         output_size: number of output features. Default: ``None``, num_embeddings, or d_model for vectors.
         positions: "sinusoidal" adds a position embedding to the inputs. "rotary" applies rotary position embedding in
-            softmax attention. None uses no position embedding. An attention or options with other positions are
-            refused. Default: ``"sinusoidal"``.
+            softmax attention. None uses no position embedding. An error is raised if ``attention`` or its options
+            set other positions. Default: ``"sinusoidal"``.
 
     Shape:
         tokens: (batch, length), int64 or int32, or with ``num_embeddings=None`` (batch, length, d_model).
@@ -782,7 +789,7 @@ class MomentumTransformer(nn.Module):
     def prefill(
         self, tokens: Tensor, state: TransformerState | None = None, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, TransformerState]:
-        """Compute the outputs for the next tokens (batch, length, output_size), and the state after the tokens.
+        """Return the outputs (batch, length, output_size) for the next tokens, and the state after them.
 
         Arguments:
             tokens: (batch, length), or vectors (batch, length, d_model).
@@ -790,7 +797,7 @@ class MomentumTransformer(nn.Module):
             key_padding_mask: (batch, length), True = ignore: the token does not change the state. Default: ``None``.
 
         Raises:
-            ValueError: if the state is one of another batch size or of another number of layers.
+            ValueError: if the state has another batch size or another number of layers.
         """
         self._check(tokens)
         key_padding_mask = read_mask(key_padding_mask, tokens.shape[:2])
@@ -816,7 +823,7 @@ class MomentumTransformer(nn.Module):
         return self._read(x), TransformerState(position, tuple(after))
 
     def step(self, token: Tensor, state: TransformerState | None = None) -> tuple[Tensor, TransformerState]:
-        """Compute the output for the next token (batch, output_size), and the state after the token.
+        """Return the output (batch, output_size) for the next token, and the state after it.
 
         Arguments:
             token: (batch,), or a vector (batch, d_model).
@@ -861,7 +868,7 @@ class MomentumTransformer(nn.Module):
             generator: generator of the random numbers. Default: ``None``, torch's default.
 
         Returns:
-            The prompt followed by the new tokens, in its dtype, (batch, length + steps), or vectors
+            The prompt followed by the new tokens, in the dtype of the prompt: (batch, length + steps), or vectors
             (batch, length + steps, d_model).
 
         Raises:
@@ -900,7 +907,7 @@ class MomentumTransformer(nn.Module):
         return torch.cat(parts, 1)
 
     def _embed(self, tokens: Tensor, start: Tensor, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return first-layer inputs (batch, length, d_model), and the position of the next token (batch,)."""
+        """Return the first layer's inputs (batch, length, d_model), and the position (batch,) of the next token."""
         if self.embedding is not None:
             tokens = tokens if ignored is None else tokens.masked_fill(ignored, 0)
             x = self._vectors(tokens) * math.sqrt(self.d_model)
@@ -947,11 +954,14 @@ class MomentumTransformer(nn.Module):
 
 
 def draw(output: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Sample tokens (batch,) from the top_k by softmax(output / temperature); a temperature of 0 takes the largest."""
+    """Sample tokens (batch,) from softmax(output / temperature), restricted to the ``top_k`` largest outputs.
+
+    A temperature of 0 selects the largest output.
+    """
     scores = output.to(torch.promote_types(output.dtype, torch.float32))
     if temperature < torch.finfo(scores.dtype).tiny:
         return output.argmax(-1)
-    scores = (scores - scores.amax(-1, keepdim=True)) / temperature  # without the largest, ∞ / ∞ would be NaN
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature  # without subtraction of the maximum, ∞ / ∞ is NaN
     tokens = None
     if top_k is not None and top_k < scores.shape[-1]:
         scores, tokens = scores.topk(top_k)
@@ -981,6 +991,9 @@ def sinusoids(positions: Tensor, features: int, dtype: torch.dtype = torch.float
 
 
 def next_positions(start: Tensor, length: int, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return positions of the next tokens (batch, length), and the position after them (batch,), without padding."""
+    """Return the positions of the next tokens (batch, length), and the position after them (batch,).
+
+    ``start`` is the position of the first of these tokens. Padding does not count as a position.
+    """
     after = start + (length if ignored is None else (~ignored).sum(1))
-    return start.unsqueeze(1) + places(length, ignored, start.device), after
+    return start.unsqueeze(1) + count_before(length, ignored, start.device), after

@@ -1,4 +1,4 @@
-"""A Hessian-free optimizer for recurrent networks, and hidden states for its structural damping."""
+"""A Hessian-free optimizer for recurrent networks, and the weights of hidden states for its structural damping."""
 
 from hbnode.optim.curvature import tanh_hidden
 from hbnode.optim.hessian_free import HessianFree, Progress

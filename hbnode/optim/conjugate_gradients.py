@@ -1,4 +1,4 @@
-"""Conjugate gradients with the stopping rule of Martens (2010), and two searches along the resulting directions."""
+"""Conjugate gradients with the stopping rule of Martens (2010), and two searches for a step along the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-SHRINK, SLOPE, TRIALS = 0.8, 1e-2, 60  # line search: factor of alpha, fraction of the linear reduction, maximum trials
+# line search: factor of alpha per trial, required fraction of the linear reduction, maximum number of trials
+SHRINK, SLOPE, TRIALS = 0.8, 1e-2, 60
 Stop: TypeAlias = Literal["progress", "limit", "solved", "negative curvature"]
 
 
@@ -21,9 +22,9 @@ class Solution:
     Attributes:
         iterates: pairs of an iterate d and phi(d) = d^T A d / 2 - b^T d, ending with the final iterate.
         iterations: the number of iterations.
-        stop: the reason for stopping. "progress" is Martens' rule, "limit" the maximum number of iterations. "solved":
-            the residual is zero within rounding. "negative curvature": p^T A p <= 0 for a search direction p. If A is
-            positive definite, only rounding can cause negative curvature.
+        stop: the reason for stopping. "progress": Martens' stopping rule. "limit": the maximum number of iterations.
+            "solved": the residual is zero within rounding. "negative curvature": p^T A p <= 0 for a search direction
+            p. If A is positive definite, only rounding can cause negative curvature.
     """
 
     iterates: list[tuple[Tensor, float]]
@@ -43,15 +44,16 @@ def conjugate_gradients(
     """Solve A d = b by preconditioned conjugate gradients (Martens 2010, section 4.4).
 
     Let phi(d) = d^T A d / 2 - b^T d and k = max(10, i // 10). Iteration i is the last one if phi(d_i) < 0 and
-    (phi(d_i) - phi(d_{i-k})) / phi(d_i) < k * tolerance. The solution holds the iterates i = ceil(1.3^j) and the last.
+    (phi(d_i) - phi(d_{i-k})) / phi(d_i) < k * tolerance. The solution holds the iterates with i = ceil(1.3^j),
+    j = 0, 1, ..., and the last iterate.
 
     Arguments:
-        product: the map from a vector v to A v, where A is symmetric and positive definite.
+        product: function that maps a vector v to A v, where A is symmetric and positive definite.
         b: the right-hand side.
-        start: the initial d. None is zero. Zero also replaces a start with phi(start) > 0.
+        start: the initial d. If it is None or phi(start) > 0, the initial d is zero.
         limit: the maximum number of iterations.
-        tolerance: the tolerance of the stopping rule. With 0, the iteration continues until rounding
-            stops the progress.
+        tolerance: the tolerance of the stopping rule. If it is 0, the iteration continues until phi no longer decreases
+            because of rounding.
         preconditioner: the diagonal of a matrix that approximates A. None is the identity.
     """
     d, r, value = torch.zeros_like(b), b, 0.0
@@ -80,7 +82,7 @@ def conjugate_gradients(
         z = r if preconditioner is None else r / preconditioner
         before, rz = rz, torch.dot(r, z)
         phi = -0.5 * torch.dot(d_next, r + b)
-        curvature, next_value, left = torch.stack([pap, phi, rz]).tolist()  # one synchronisation with the device
+        curvature, next_value, left = torch.stack([pap, phi, rz]).tolist()  # one wait for the device
         _check_finite(curvature, f"in iteration {iteration + 1} of conjugate gradients, the curvature p^T A p")
         if not curvature > 0:
             stop = "negative curvature"
@@ -111,14 +113,14 @@ def _check_finite(number: float, name: str) -> None:
 
 
 def backtrack(iterates: list[tuple[Tensor, float]], loss_at: Callable[[Tensor], float]) -> tuple[Tensor, float, float]:
-    """Step back through the saved iterates while the loss decreases (Martens 2010, section 4.6).
+    """Go back through the saved iterates as long as the loss decreases (Martens 2010, section 4.6).
 
     Arguments:
-        iterates: pairs of an iterate d and phi(d), its value of the quadratic model, in order.
-        loss_at: the map from a vector d to the loss at theta + d, where theta are the parameters.
+        iterates: pairs of an iterate d and the value phi(d) of the quadratic model, in order of iteration.
+        loss_at: function that maps a vector d to the loss at theta + d, where theta are the parameters.
 
     Returns:
-        The selected d, its phi(d), and the loss at theta + d.
+        The selected d, phi(d), and the loss at theta + d.
     """
     direction, value = iterates[-1]
     best = direction, value, loss_at(direction)
@@ -140,10 +142,11 @@ def line_search(
         full_loss: the loss at theta + d.
         start: the loss at the parameters theta.
         gradient: the gradient g of the loss at theta.
-        loss_at: the map from a vector v to the loss at theta + v.
+        loss_at: function that maps a vector v to the loss at theta + v.
 
     Returns:
-        alpha and the loss at theta + alpha d; 0 and the loss at theta if no alpha of 60 meets the condition.
+        alpha, and the loss at theta + alpha d. If none of the first 60 values meets the condition: 0, and the loss at
+        theta.
     """
     slope, alpha, loss = float(torch.dot(gradient, direction)), 1.0, full_loss
     if not slope < 0:

@@ -1,8 +1,8 @@
 """The quadratic model of a loss: products with the damped Gauss-Newton matrix by double backpropagation.
 
 J is the Jacobian of the model's outputs with respect to its parameters. The vector-Jacobian product J^T u is linear in
-u. A Jacobian-vector product J v is the gradient of (J^T u)^T v with respect to u. One graph of J^T u therefore serves
-all of them.
+u. Therefore the gradient of (J^T u)^T v with respect to u is the Jacobian-vector product J v. One autograd graph of
+J^T u serves all these products.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hbnode.optim.double_backward import (
 from hbnode.optim.losses import LOSSES
 
 REPEATS = 1e-3  # maximum relative difference of two losses at the same parameters, which may differ by rounding
-PRECISION = 0.01  # maximum relative error of J and J^T as transposes; float32 rounding is far smaller
+PRECISION = 0.01  # maximum relative error in the test that J^T is the transpose of J; rounding is far smaller
 EXPONENT = 0.75  # exponent of the preconditioner
 _RETURNS = "(outputs, targets), (outputs, targets, hidden) or (outputs, targets, hidden, weight)"
 
 
 def flatten(parts: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors, shaped and converted like the parameters ``like``, to one vector; None counts as zeros."""
+    """Concatenate tensors to one vector, in the dtypes of the parameters ``like``; None stands for zeros."""
     pairs = zip(parts, like, strict=True)
     return torch.cat([(torch.zeros_like(p) if z is None else z.to(p)).reshape(-1) for z, p in pairs])
 
@@ -44,7 +44,7 @@ def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def assign(parameters: Sequence[Tensor], vector: Tensor) -> Iterator[None]:
-    """Set the parameters to a vector within the context, without invalidating existing autograd graphs."""
+    """In the context, set the parameters to the entries of a vector; existing autograd graphs stay valid."""
     before = list(map(torch.clone, parameters))
     try:
         for parameter, part in zip(parameters, unflatten(vector, parameters), strict=True):
@@ -57,12 +57,12 @@ def assign(parameters: Sequence[Tensor], vector: Tensor) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Batch:
-    """The return value of a closure, after its checks.
+    """The checked return value of a closure.
 
     Attributes:
-        outputs: the outputs of the model, with the cases in one dimension.
+        outputs: the outputs of the model; one dimension contains the cases.
         targets: the targets of the loss.
-        hidden: the pairs of a hidden state under structural damping and its weight or None.
+        hidden: for each hidden state under structural damping, the pair of the state and its weight, or None.
         weight: the weight of the losses, or None.
         cases: the number of cases.
     """
@@ -75,11 +75,11 @@ class Batch:
 
 
 class Objective:
-    """The loss of a user's closure as a function of the parameters, with the same random numbers in each call.
+    """The loss of a user's closure as a function of the parameters. Each call uses the same random numbers.
 
     Arguments:
         closure: the user's function, which returns outputs and targets.
-        name: the name of the closure in errors.
+        name: the name of the closure in error messages.
         loss: "mse", "bce" or "cross_entropy".
         case_dim: the dimension of the outputs that contains the cases.
         parameters: the parameters of the model.
@@ -98,7 +98,7 @@ class Objective:
         self.parameters, self.theta = parameters, theta
         self.random_state: tuple[Tensor, ...] | None = None
         self.targets: Tensor | None = None
-        self.differentiates = False  # whether the closure itself takes derivatives
+        self.differentiates = False  # whether the closure itself computes derivatives
 
     def batch(self) -> Batch:
         state = self.random_state
@@ -116,7 +116,7 @@ class Objective:
         return batch
 
     def losses(self, batch: Batch) -> Tensor:
-        """Return the weighted loss of each position; its shape is that of the outputs without a class dimension."""
+        """Return the weighted loss of each position, in the shape of the outputs without their class dimension."""
         losses = self.kind.losses(batch.outputs, batch.targets)
         return losses if batch.weight is None else losses * batch.weight
 
@@ -125,7 +125,7 @@ class Objective:
         return self.losses(batch).sum(dtype=torch.float64) / batch.cases
 
     def loss_at(self, vector: Tensor) -> float:
-        """Return the loss at theta plus a vector, or infinity if that loss is not finite."""
+        """Return the loss at the parameters theta + ``vector``, or infinity if this loss is not finite."""
         with assign(self.parameters, self.theta + vector), torch.set_grad_enabled(self.differentiates):
             try:
                 loss = float(self.loss(self.batch()).detach())
@@ -148,7 +148,7 @@ class Objective:
             )
 
     def check_graph(self, batch: Batch, damps: bool) -> None:
-        """Raise ValueError if outputs or damped hidden states have no graph, or if targets have one."""
+        """Raise ValueError if outputs or damped hidden states have no autograd graph, or if targets have one."""
         if damps and not batch.hidden:
             raise ValueError(
                 f"structural_damping > 0 needs hidden states, got none from {self.name}(). Fix: return outputs, "
@@ -240,17 +240,18 @@ class QuadraticModel:
     """The damped Gauss-Newton matrix A = J^T H_L J + lambda mu J_h^T diag(w) J_h + lambda I at fixed parameters.
 
     J and J_h are the Jacobians of outputs and hidden states with respect to the parameters. H_L is the Hessian of the
-    loss with respect to the outputs, and w are the weights of the hidden states. The first two terms are case averages.
+    loss with respect to the outputs, and w are the weights of the hidden states. The first two terms are averages over
+    cases.
 
     Arguments:
         objective: the loss on the curvature batch.
         damping: the damping lambda.
-        structural: the product lambda mu, with the strength mu of structural damping.
+        structural: the product lambda mu, where mu is the strength of structural damping.
         checks: whether to raise an error if autograd's products with J and J^T are inconsistent.
     """
 
     batch: Batch | None
-    versions: list[int]  # versions of the parameters when the graph was created
+    versions: list[int]  # version counters of the parameters when the graph was created
     outputs: list[Tensor]
     u: list[Tensor]
     gradient: Tensor  # J^T u
@@ -261,7 +262,7 @@ class QuadraticModel:
         self.release()
 
     def linearize(self, batch: Batch | None = None) -> Batch:
-        """Create the graph of J^T u, which all products use, unless it exists and is valid; return its batch."""
+        """Create the graph of J^T u, which all products use, unless a valid one exists; return the graph's batch."""
         versions = [parameter._version for parameter in self.parameters]
         if batch is None:
             if self.batch is not None and versions == self.versions:
@@ -285,7 +286,7 @@ class QuadraticModel:
             self.outputs.append(z)
             self.metrics.append(self.structural / batch.cases * (1.0 if metric is None else metric))
         generator = torch.Generator().manual_seed(0)
-        self.u = list(map(torch.zeros_like, self.outputs))  # J^T u has the same derivative at any u
+        self.u = list(map(torch.zeros_like, self.outputs))  # J^T u is linear in u, so any u gives the same derivative
         for z in self.u:
             (z.copy_(torch.randn(z.shape, generator=generator)) if self.checks else z).requires_grad_()
         refused = detect_detached_gradients(self.outputs) if self.checks else nullcontext()
@@ -299,7 +300,7 @@ class QuadraticModel:
         return batch
 
     def _check_transpose(self, grads: Sequence[Tensor | None]) -> None:
-        """Raise RuntimeError unless J and J^T are transposes, which a custom backward pass may violate.
+        """Raise RuntimeError if autograd's J^T is not the transpose of its J, because of a wrong custom backward pass.
 
         With a random w and v = J^T w, the squared norm of v must equal w^T J v.
         """
@@ -319,12 +320,12 @@ class QuadraticModel:
             refuse("the derivative of its backward pass is wrong")
 
     def jvp(self, vector: Tensor) -> list[Tensor]:
-        """Return the product of a vector with the Jacobian of the outputs, and of each hidden state, as a list."""
+        """Return a list of Jacobian-vector products: that of the outputs, and those of the hidden states."""
         with translate_errors():
             return list(torch.autograd.grad(self.gradient, self.u, vector, retain_graph=True, materialize_grads=True))
 
     def vjp(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return J^T w, one vector over the parameters: J is the Jacobian of outputs and hidden states, w = grads."""
+        """Return J^T w as one vector, where J is the Jacobian of outputs and hidden states, and w is ``grads``."""
         parts = torch.autograd.grad(self.outputs, self.parameters, grads, retain_graph=True, allow_unused=True)
         return flatten(parts, self.parameters)
 
@@ -348,11 +349,11 @@ class QuadraticModel:
     def preconditioner(self, samples: int) -> Tensor:
         """Estimate the diagonal preconditioner (mean of g_n^2 + lambda)^0.75 of Martens (2010), section 4.7.
 
-        g_n is the gradient of case n. The square of sum_n s_n g_n with random signs s_n has the expectation
-        sum_n g_n^2. The signs are equal in every step, which makes runs reproducible.
+        g_n is the gradient of case n. With random signs s_n, the square of sum_n s_n g_n has the expectation
+        sum_n g_n^2. Every step uses the same signs, which makes runs reproducible.
 
         Arguments:
-            samples: the number of random sums.
+            samples: the number of such random sums, over which the squares are averaged.
         """
         batch = self.linearize()
         with torch.enable_grad():
@@ -365,14 +366,14 @@ class QuadraticModel:
             parts = torch.autograd.grad(losses, self.parameters, signs, retain_graph=True, allow_unused=True)
             squares += flatten(parts, self.parameters).square()
         diagonal = (squares / (samples * len(losses)) + self.damping).pow(EXPONENT)
-        return diagonal.clamp(min=torch.finfo(diagonal.dtype).eps * diagonal.max())  # 0 if unused
+        return diagonal.clamp(min=torch.finfo(diagonal.dtype).eps * diagonal.max())  # 0 for unused parameters
 
 
 def tanh_hidden(h: Tensor) -> tuple[Tensor, Tensor]:
     """Return the states of a tanh RNN with their weights for structural damping.
 
-    Martens and Sutskever penalise changes of the pre-activations t, weighted by 1 - h^2 with h = tanh(t). That equals
-    a penalty on changes of h weighted by 1 / (1 - h^2). The machine epsilon of the dtype bounds 1 - h^2 from below.
+    Martens and Sutskever penalise changes of the pre-activations t, weighted by 1 - h^2 with h = tanh(t). This equals
+    a penalty on changes of h, weighted by 1 / (1 - h^2). The machine epsilon of the dtype bounds 1 - h^2 from below.
 
     References: Algorithm 1, line 17, of the supplement to Martens and Sutskever (ICML 2011).
 

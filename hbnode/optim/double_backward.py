@@ -1,4 +1,4 @@
-"""Second derivatives of models: implementations of layers that have them, and errors for models that do not."""
+"""Second derivatives of models: contexts in which layers have them, and errors for models that do not."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ _CUSTOM = "Fix: replace this operation, or write a custom backward in differenti
 
 @contextmanager
 def twice_differentiable(device: torch.device) -> Iterator[None]:
-    """Run layers in implementations that have second derivatives, within the context.
+    """In the context, run layers in implementations that have second derivatives.
 
     It disables oneDNN, cuDNN, fused attention and torch.compile, whose operations have only first derivatives.
-    Recurrent layers of torch.nn run under :class:`ROperator`. The settings are global, so a lock serialises threads.
+    Recurrent layers of torch.nn run under :class:`ROperator`. The settings are global, so only one thread at a time
+    can be in the context.
     """
     backend, operator = torch.backends.mkldnn, ROperator(device.type)
     with _LOCK, ExitStack() as stack:
         stack.enter_context(_torch.double_backward())
-        stack.callback(setattr, backend, "enabled", backend.enabled)  # backend.flags() would warn about TF32
+        stack.callback(setattr, backend, "enabled", backend.enabled)  # because backend.flags() warns about TF32
         backend.enabled = False  # type: ignore[assignment]  # a property, which torch does not type
         if device.type == "cuda":
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
@@ -45,9 +46,9 @@ def twice_differentiable(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Within the context, replace autograd's errors, except out-of-memory errors, by one that suggests a fix.
+    """In the context, replace errors of autograd by one that says that the model cannot be differentiated twice.
 
-    Its message is that the model cannot be differentiated twice.
+    The error suggests a fix. Out-of-memory errors are not replaced.
     """
     try:
         yield
@@ -59,15 +60,15 @@ def translate_errors() -> Iterator[None]:
 
 
 def refuse(reason: str) -> NoReturn:
-    """Raise RuntimeError for a model that cannot be differentiated twice, for the reason given."""
+    """Raise RuntimeError with the reason why a model cannot be differentiated twice."""
     raise RuntimeError(f"{_REFUSED}: {reason}. {_CUSTOM}")
 
 
 @contextmanager
 def detect_detached_gradients(outputs: Sequence[Tensor]) -> Iterator[None]:
-    """Raise RuntimeError if an operation returns gradients without a graph for inputs with a graph.
+    """In the context, raise RuntimeError if the backward pass of an operation returns gradients without a graph.
 
-    Hooks check each node of the outputs' graph during a backward pass within the context.
+    Hooks on the nodes of the outputs' graph check the gradients of all inputs that have a graph.
     """
     names: list[str] = []
 
@@ -84,12 +85,12 @@ def detect_detached_gradients(outputs: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _is_detached(z: Tensor) -> bool:
-    """Return whether a gradient has no graph, or the error node that ``once_differentiable`` creates."""
+    """Return whether a gradient has no graph, or only the error node that ``once_differentiable`` creates."""
     return not z.requires_grad or (z.grad_fn is not None and z.grad_fn.name() == "torch::autograd::Error")
 
 
 def check_checkpoints(outputs: Sequence[Tensor]) -> None:
-    """Raise RuntimeError if the graph has reentrant checkpoints, whose parameters autograd.grad does not find."""
+    """Raise RuntimeError if the graph has reentrant checkpoints, because autograd.grad cannot find their parameters."""
     if any(node.name() == "CheckpointFunctionBackward" for node in _nodes(outputs)):
         raise RuntimeError(f"{_REFUSED}: it has reentrant checkpoints, which hide parameters. {_CHECKPOINT}")
 

@@ -21,8 +21,8 @@ from hbnode.optim.double_backward import twice_differentiable
 from hbnode.optim.losses import check_loss
 
 WARM_START = 0.95
-LOW, HIGH = 0.25, 0.75  # bounds of the ratio rho, below and above which lambda changes
-RAISE, LOWER = 1.5, 2 / 3  # factors of lambda below LOW and above HIGH
+LOW, HIGH = 0.25, 0.75  # lambda changes if the ratio rho is below LOW or above HIGH
+RAISE, LOWER = 1.5, 2 / 3  # the factors of lambda in these two cases
 
 Hidden: TypeAlias = Tensor | tuple[Tensor, Tensor] | list[Tensor | tuple[Tensor, Tensor]] | None
 Closure: TypeAlias = Callable[
@@ -47,9 +47,9 @@ class Progress:
             (``max_cg`` iterations), "solved" (the residual is zero within rounding) or "negative curvature" (p^T A p <=
             0 for a search direction p). For lambda > 0 only rounding can cause negative curvature.
         step_length: alpha of the line search. It is 0 if the parameters did not change.
-        outcome: "accepted"; "restarted", accepted after a restart of conjugate gradients from zero; "rejected", no
-            step reduced the loss; or "stationary", rejected with predicted and true changes of the loss below its
-            precision.
+        outcome: "accepted"; "restarted": accepted after a restart of conjugate gradients from zero; "rejected": no
+            step reduced the loss; or "stationary": rejected, and the predicted and true changes of the loss are below
+            its precision.
     """
 
     loss: float
@@ -83,16 +83,16 @@ class HessianFree(Optimizer):
     J is the Jacobian of the outputs with respect to the parameters. H_L is the Hessian of the loss with respect to the
     outputs. J_h is the Jacobian of hidden states, which have weights w. The term with mu is structural damping: it
     penalises changes of hidden states. All terms are sums over time and features, averaged over cases. A is never
-    formed: its product with a vector costs a product with the Jacobians and one with their transposes.
+    computed as a matrix. Its product with a vector costs one product with the Jacobians and one with their transposes.
 
-    :meth:`step` takes a closure that evaluates the model on the gradient batch, which gives g, and optionally one for a
-    curvature batch, which gives A. Without the second closure both batches are the same.
+    :meth:`step` takes a closure that evaluates the model on the gradient batch, from which g is computed. An optional
+    second closure evaluates it on the curvature batch, from which A is computed. Without it both batches are the same.
 
     Conjugate gradients start from 0.95 times the last direction. With the quadratic model phi and k = max(10, i // 10),
     they stop after iteration i if (phi_i - phi_{i-k}) / phi_i < 5e-4 k. The step saves the iterates i = ceil(1.3^j) and
-    moves back from the last one while the loss on the curvature batch decreases. A line search then finds a sufficient
-    decrease of the loss on the gradient batch. If the direction does not reduce the loss, conjugate gradients restart
-    from zero.
+    goes back from the last one as long as the loss on the curvature batch decreases. A line search then finds a
+    sufficient decrease of the loss on the gradient batch. If the direction does not reduce the loss, conjugate
+    gradients restart from zero.
 
     The damping lambda follows the rule of Levenberg and Marquardt. The ratio rho is the change of the loss divided by
     the predicted change. If rho < 1/4, lambda is multiplied by 3/2; if rho > 3/4, by 2/3. If both changes are within
@@ -101,7 +101,7 @@ class HessianFree(Optimizer):
     parameter changes by its last digit.
 
     A step calls each closure several times, with the same random numbers of torch's default generators. A closure must
-    use the same data in each of these calls. Autocast around a step has no effect; within a closure it raises an error.
+    use the same data in all calls of a step. Autocast around a step has no effect; within a closure it raises an error.
 
     The curvature needs second derivatives, so layers run in implementations that have them. ``torch.nn.RNN``, ``GRU``
     and ``LSTM`` and :class:`hbnode.nn.TanhRNN` use an R-operator, except on a PackedSequence.
@@ -116,8 +116,8 @@ class HessianFree(Optimizer):
         params: parameters or named parameters of a model, in float32 or float64, on one device.
         loss: "mse", "bce" or "cross_entropy". "mse" is half the squared error, with H_L = I. "bce" is the binary
             cross-entropy of logits with targets in [0, 1]; H_L = diag(p (1 - p)), p = sigmoid(logits). "cross_entropy"
-            is that of logits in the last dimension of the outputs, with class indices as targets; H_L = diag(p) - p
-            p^T, p = softmax(logits). It ignores the target -100.
+            is the cross-entropy of logits in the last dimension of the outputs, with class indices as targets;
+            H_L = diag(p) - p p^T, p = softmax(logits). It ignores the target -100.
         damping: the initial lambda. Default: ``0.1``.
         structural_damping: the strength mu of structural damping. If it is positive, the curvature closure must return
             hidden states. Default: ``0.0``.
@@ -126,9 +126,9 @@ class HessianFree(Optimizer):
         min_damping: the lower bound of lambda. Without this bound, lambda and the structural damping would tend to 0
             if the loss hardly changes. Default: ``0.0002``.
         preconditioner_samples: if positive, conjugate gradients use the diagonal preconditioner
-            (mean of g_n^2 + lambda)^0.75, with the gradient g_n of case n. This is the number of samples that
-            estimate the mean. A sample is the square of the sum of all g_n with random signs, divided by the number of
-            cases; it costs a backward pass. Default: ``0``.
+            (mean of g_n^2 + lambda)^0.75, with the gradient g_n of case n. The mean is estimated by this
+            number of samples. A sample is the square of the sum of all g_n with random signs, divided by the number of
+            cases; it costs one backward pass. Default: ``0``.
         case_dim: the dimension of the outputs that contains the cases; 1 for outputs (T, cases, ...). Default: ``0``.
 
     Raises:
@@ -229,7 +229,7 @@ class HessianFree(Optimizer):
                 )
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for key, parameter in zip(keys, parameters, strict=False):  # torch checks that the numbers agree
+        for key, parameter in zip(keys, parameters, strict=False):  # torch checks that both have the same length
             direction = state_dict["state"].get(key, {}).get("direction")
             if direction is not None and direction.shape != parameter.shape:
                 raise ValueError(
@@ -240,17 +240,17 @@ class HessianFree(Optimizer):
 
     @torch.no_grad()
     @override
-    def step(  # type: ignore[override]  # its closure returns no loss
+    def step(  # type: ignore[override]  # unlike torch's, the closure returns no loss
         self, forward: Closure | None = None, curvature: Closure | None = None
     ) -> Tensor:
         """Update the parameters by one step.
 
         Each closure returns ``(outputs, targets)``, ``(outputs, targets, hidden)`` or
-        ``(outputs, targets, hidden, weight)``. ``hidden`` are the states under structural damping: a tensor z, a pair
-        ``(z, w)``, or a list of tensors and pairs. A tensor z penalises the squared change of z. A pair weights this
-        change by w >= 0, a tensor that broadcasts to z. :func:`hbnode.optim.tanh_hidden` returns the pair for a tanh
-        RNN. ``weight`` multiplies the losses. It broadcasts to the outputs, for cross-entropy to the targets; 0 masks a
-        position.
+        ``(outputs, targets, hidden, weight)``. ``hidden`` holds the states under structural damping: a tensor z, a
+        pair ``(z, w)``, or a list of tensors and pairs. For a tensor z the squared change of z is penalised. In a pair,
+        w >= 0 is the weight of this penalty, a tensor that broadcasts to z. :func:`hbnode.optim.tanh_hidden` returns
+        the pair for a tanh RNN. ``weight`` multiplies the losses. It broadcasts to the outputs, or for cross-entropy to
+        the targets; a weight of 0 masks a position.
 
         Arguments:
             forward: the closure that evaluates the model on the gradient batch, also in the line search. Default:
@@ -274,7 +274,7 @@ class HessianFree(Optimizer):
                 "used. Fix: optimizer.step(lambda: (model(x), y))."
             )
         parameters = self._parameters()
-        with no_autocast(parameters[0]):  # autocast would round the products
+        with no_autocast(parameters[0]):  # autocast would compute products in half precision
             return self._step(parameters, forward, curvature)
 
     def _step(self, parameters: list[Tensor], forward: Closure, curvature: Closure | None) -> Tensor:
@@ -311,7 +311,7 @@ class HessianFree(Optimizer):
 
         if length:
             for parameter, part in zip(parameters, unflatten(theta + length * direction, parameters), strict=True):
-                parameter.copy_(part)  # bumps the versions, so autograd rejects earlier graphs
+                parameter.copy_(part)  # raises the version counters, so that autograd rejects earlier graphs
         else:
             outcome = "stationary" if math.isnan(ratio) else "rejected"
         for parameter, part in zip(parameters, unflatten(solution.iterates[-1][0], parameters), strict=True):
@@ -326,10 +326,10 @@ class HessianFree(Optimizer):
     def _direction(
         self, objective: Objective, model: QuadraticModel, loss: float, gradient: Tensor
     ) -> tuple[Solution, int, Outcome, tuple[Tensor, float, float]]:
-        """Find a direction by conjugate gradients from the last direction. If it fails, restart from zero.
+        """Find a direction by conjugate gradients, started from the last direction. If this fails, restart from zero.
 
-        Return the solution, the iterations of both attempts, the outcome, and the direction with the predicted change
-        of the loss and the loss after a full step.
+        Return the solution, the number of iterations of both attempts, the outcome, and a triple: the direction, the
+        predicted change of the loss, and the loss after a full step.
         """
         options, sample, parameters = self.param_groups[0], model.objective, model.parameters
         outcome: Outcome = "accepted"
@@ -357,7 +357,7 @@ class HessianFree(Optimizer):
         return parameters
 
     def _gradient(self, objective: Objective, model: QuadraticModel) -> tuple[float, Tensor]:
-        """Return the loss and its gradient, and linearize the model. One graph serves both if they share a batch."""
+        """Return the loss and its gradient, and linearize ``model``. With a shared batch, one graph serves both."""
         is_shared = objective is model.objective
         with torch.enable_grad(), twice_differentiable(model.theta.device) if is_shared else nullcontext():
             batch = objective.batch()
@@ -391,8 +391,8 @@ class HessianFree(Optimizer):
     def product(self, vector: Tensor) -> Tensor:
         """Return the product of the damped Gauss-Newton matrix A of the last step with a vector.
 
-        A is that of the curvature batch of the last step, at the parameters before the step and with its damping. The
-        first call after a step evaluates the closure; later calls reuse the graph until the next step.
+        A is computed on the curvature batch of the last step, at the parameters before the step, with the damping of
+        the step. The first call after a step evaluates the closure; later calls reuse the graph until the next step.
 
         Arguments:
             vector: a vector v with one entry per element of all parameters that require gradients, in the order of
@@ -449,7 +449,7 @@ def _check_parameters(parameters: list[Tensor]) -> None:
 
 
 def _rounding_error(objective: Objective, theta: Tensor, loss: float) -> float:
-    """Return the change of the loss if each parameter changes by its last digit, with random signs."""
+    """Estimate the rounding error of the loss: its change if each parameter changes by its last digit, up or down."""
     eps = torch.finfo(theta.dtype).eps
     signs = 2 * torch.randint(2, theta.shape, generator=torch.Generator().manual_seed(0)) - 1
     last_digits = eps * theta * signs.to(theta)

@@ -1,4 +1,4 @@
-"""Losses, and the products with their Hessians H_L with respect to the outputs, for the Gauss-Newton matrix."""
+"""Losses, and products with their Hessians H_L with respect to the outputs, for the Gauss-Newton matrix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IGNORED = -100  # the default ignore_index of torch.nn.CrossEntropyLoss
 class SquaredError:
     """Half the squared error. Its Hessian with respect to the outputs is the identity."""
 
-    class_dims = 0  # number of class dimensions of the outputs, which the targets lack
+    class_dims = 0  # number of dimensions of the outputs that the targets lack: 1 for the classes, else 0
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise ValueError if the targets do not fit the outputs, even if broadcasting would accept them."""
@@ -31,7 +31,7 @@ class SquaredError:
         return (outputs - targets).square() / 2
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the map from a tensor z, shaped like the outputs, to the product of the Hessian with z."""
+        """Return a function that maps a tensor z, shaped like the outputs, to the product of the Hessian with z."""
         return lambda z: z
 
 

@@ -1,11 +1,12 @@
-"""The R-operator of recurrent layers, their JVPs and VJPs (benchmarks.md, Hessian-free, all rows).
+"""Recurrent layers with Jacobian-vector products (JVPs, the R-operator) and vector-Jacobian products (VJPs).
 
-It is 1.6 to 2.5 times as fast as double backpropagation. The reference is
-Algorithm 1 of the supplement to Martens and Sutskever (2011), in tests/reference_hessian_free.py.
+These are 1.6 to 2.5 times as fast as double backpropagation (benchmarks.md, Hessian-free, all rows). The reference in
+tests/reference_hessian_free.py is Algorithm 1 of the supplement to Martens and Sutskever (2011).
 
 The pre-activations of a time step are linear in the weights, the inputs and the previous state. The new state is an
-elementwise function of them, whose derivatives are stored. A product is then a loop over time of one multiplication by
-W_hh and a few elementwise operations. Terms of weights and inputs are computed for all time steps at once.
+elementwise function of the pre-activations; its derivatives are stored. A JVP or VJP is then a loop over time with one
+multiplication by W_hh and a few elementwise operations per time step. Terms with the weights and the inputs are
+computed for all time steps at once.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from torch.overrides import TorchFunctionMode
 
 from hbnode._torch import no_autocast
 
-UNPACKED = 9  # number of arguments of a layer; calls with a PackedSequence have as many, of other types
+UNPACKED = 9  # number of arguments of torch's layers; calls with a PackedSequence have the same number
 OptTensor: TypeAlias = Tensor | None
 
 
 class LinearizedLayer(ABC):
     """A recurrent layer in one direction, evaluated on a batch of sequences, with its JVP and VJP.
 
-    Each time step maps pre-activations e and the previous state ``before`` to a new state h. The prefix r marks
-    tangents and the prefix d gradients, of e, h, the cell state c and the inputs x.
+    Each time step maps pre-activations e and the previous state ``before`` to a new state h. In names, the prefix r
+    marks a tangent (the derivative in a direction), and the prefix d marks a gradient: rh and dh are those of h.
 
     Arguments:
         x: inputs (T, batch, n).
@@ -42,10 +43,10 @@ class LinearizedLayer(ABC):
     """
 
     blocks: ClassVar[int]  # number of blocks of hidden_size pre-activations
-    inputs: ClassVar[tuple[int, int]]  # range of blocks that W_ih x enters
-    states: ClassVar[tuple[int, int]]  # range of blocks that W_hh h enters
-    shift: ClassVar[int] = 0  # number of blocks by which torch's rows of W_ih are rolled to the order used here
-    extras: ClassVar[int] = 0  # number of residuals besides the derivatives by the pre-activations
+    inputs: ClassVar[tuple[int, int]]  # range of the blocks to which W_ih x is added
+    states: ClassVar[tuple[int, int]]  # range of the blocks to which W_hh h is added
+    shift: ClassVar[int] = 0  # number of blocks by which the rows of torch's W_ih are rolled to get the order used here
+    extras: ClassVar[int] = 0  # number of saved tensors per time step, not counting the derivatives of the new state
 
     def __init__(self, x: Tensor, h: Tensor, c: OptTensor, w: Tensor, u: Tensor, b: OptTensor, bias: OptTensor) -> None:
         n = self.size = h.shape[-1]
@@ -66,23 +67,24 @@ class LinearizedLayer(ABC):
 
     @abstractmethod
     def _forward(self, e: Tensor, before: Tensor, c: OptTensor, h: Tensor, *residuals: Tensor) -> OptTensor:
-        """Write the new state to ``h``, and the residuals of a time step; return the new cell state."""
+        """Compute a time step: write the new state to ``h``, fill the residuals, and return the new cell state."""
 
     @abstractmethod
     def _jvp(self, re: Tensor, rh: OptTensor, rc: OptTensor, out: Tensor, *residuals: Tensor) -> OptTensor:
-        """Write the tangent of the new state to ``out``; return the tangent of the new cell state."""
+        """Compute the JVP of a time step: write the tangent of h to ``out``; return the tangent of the cell state."""
 
     @abstractmethod
     def _vjp(self, dh: Tensor, dc: OptTensor, de: Tensor, *residuals: Tensor) -> tuple[OptTensor, OptTensor]:
-        """Write the gradient of the pre-activations to ``de``; return gradients of the previous state and cell state.
+        """Compute the VJP of a time step.
 
-        The gradient of the previous state excludes its path through W_hh.
+        The gradient of the pre-activations is written to ``de``. The gradients of the previous state and cell state are
+        returned; the former does not include the path through W_hh.
         """
 
     def jvp(
         self, rx: OptTensor, rh: OptTensor, rc: OptTensor, w: OptTensor, u: OptTensor, b: OptTensor, bias: OptTensor
     ) -> tuple[Tensor, OptTensor]:
-        """Return tangents of all states and the last cell state, for tangents of the constructor's arguments."""
+        """Return the tangents of all states and of the last cell state, given those of the constructor's arguments."""
         products = [(self.h[:-1], u, self.h_columns), (self.x, self._shift_rows(w), self.x_columns)]
         re = self._pre_activations([*products, (rx, self.w, self.x_columns)], b, bias)
         out = torch.empty_like(self.h[1:])
@@ -94,9 +96,9 @@ class LinearizedLayer(ABC):
         return out, rc
 
     def vjp(self, dh: OptTensor, dc: OptTensor, needs: Sequence[bool]) -> tuple[OptTensor, ...]:
-        """Return gradients of the constructor's arguments, given those of all states and of the last cell state.
+        """Return the gradients of the constructor's arguments, given those of all states and of the last cell state.
 
-        Gradients that ``needs`` excludes may be None.
+        ``needs`` holds a bool for each argument; if it is False, the gradient may be None.
         """
         dh = torch.zeros_like(self.h[1:]) if dh is None else dh.clone()
         de = dh.new_empty(*dh.shape[:2], self.blocks * self.size)
@@ -115,21 +117,24 @@ class LinearizedLayer(ABC):
         if not any(needs[3:]):
             return dx, first, dc, None, None, None, None
         rows = de.flatten(0, 1)
-        w = (self.x.flatten(0, 1).T @ rows[:, self.x_columns]).T  # this order is fast for few inputs too
+        w = (self.x.flatten(0, 1).T @ rows[:, self.x_columns]).T  # this order is also fast for few inputs
         u, b = (self.h[:-1].flatten(0, 1).T @ rows[:, self.h_columns]).T, rows.sum(0)
         bias = b[self.h_columns] if needs[6] else None
         db = self._shift_rows(b[self.x_columns], -1) if needs[5] else None
         return dx, first, dc, self._shift_rows(w, -1), u, db, bias
 
     def _steps(self, e: Tensor, *others: Tensor) -> Any:
-        """Iterate over time: pre-activations ``e``, the columns of ``e`` that W_hh h enters, others, residuals."""
+        """Iterate over time: yield slices of e, of its columns to which W_hh h is added, of others and of residuals."""
         from_h = e if self.states == (0, self.blocks) else e[..., self.h_columns]
         return zip(*map(torch.unbind, (e, from_h, *others)), *self.residuals, strict=True)
 
     def _pre_activations(
         self, products: Sequence[tuple[OptTensor, OptTensor, slice]], b: OptTensor, bias: OptTensor
     ) -> Tensor:
-        """Return biases plus z W^T, in its columns, for each (z, W, columns): (T, batch, blocks * hidden_size)."""
+        """Return the pre-activations (T, batch, blocks * hidden_size) of all time steps: biases plus products.
+
+        For each (z, W, columns) in ``products``, z W^T is added to these columns.
+        """
         row = self.x.new_zeros(self.blocks * self.size)
         row[self.x_columns] += 0.0 if b is None else self._shift_rows(b)
         row[self.h_columns] += 0.0 if bias is None else bias
@@ -144,7 +149,7 @@ class LinearizedLayer(ABC):
 
 
 class LinearizedTanh(LinearizedLayer):
-    """A tanh layer, h_t = tanh(e), with pre-activations e = W x_t + U h_{t-1} + b."""
+    """A tanh recurrent layer with JVP and VJP: h_t = tanh(e), with pre-activations e = W x_t + U h_{t-1} + b."""
 
     blocks, inputs, states = 1, (0, 1), (0, 1)
 
@@ -163,7 +168,7 @@ class LinearizedTanh(LinearizedLayer):
 
 
 class LinearizedReLU(LinearizedTanh):
-    """A ReLU layer, h_t = max(0, e), with pre-activations e = W x_t + U h_{t-1} + b."""
+    """A ReLU recurrent layer with JVP and VJP: h_t = max(0, e), with pre-activations e = W x_t + U h_{t-1} + b."""
 
     def _forward(self, e: Tensor, before: Tensor, c: OptTensor, h: Tensor, *residuals: Tensor) -> OptTensor:
         torch.clamp(e, min=0, out=h)
@@ -172,7 +177,10 @@ class LinearizedReLU(LinearizedTanh):
 
 
 class LinearizedLSTM(LinearizedLayer):
-    """An LSTM layer, c_t = f c_{t-1} + i g and h_t = o tanh(c_t), with blocks of pre-activations for i, f, g and o."""
+    """An LSTM layer with JVP and VJP: c_t = f c_{t-1} + i g, h_t = o tanh(c_t).
+
+    The blocks of the pre-activations are those of i, f, g and o.
+    """
 
     blocks, inputs, states, extras = 4, (0, 4), (0, 4), 2
 
@@ -208,7 +216,10 @@ class LinearizedLSTM(LinearizedLayer):
 
 
 class LinearizedGRU(LinearizedLayer):
-    """A GRU layer, h' = (1 - z) n + z h and n = tanh(e_n + r q), with blocks e_n = W_n x + b, r, z, q = U_n h + b'."""
+    """A GRU layer with JVP and VJP: h_t = (1 - z) n + z h_{t-1}, n = tanh(e_n + r q).
+
+    The blocks of the pre-activations are e_n = W_n x_t + b, those of the gates r and z, and q = U_n h_{t-1} + b'.
+    """
 
     blocks, inputs, states, extras = 4, (0, 3), (1, 4), 1
     shift = 1  # torch orders the rows of W_ih as r, z, n
@@ -248,13 +259,15 @@ LAYERS: dict[str, type[LinearizedLayer]] = {
 
 
 class ROperator(TorchFunctionMode):
-    """A mode that replaces torch's recurrent layers by :class:`LinearizedLayer`, and raises an error under autocast.
+    """A torch function mode that runs torch's recurrent layers as :class:`LinearizedLayer`.
+
+    It raises an error under autocast.
 
     Arguments:
         kind: the type of the device, such as "cuda".
 
     Attributes:
-        is_on: whether the mode is active, which it is while the closure evaluates the model.
+        is_on: whether the mode is active. It is active while the closure evaluates the model.
     """
 
     def __init__(self, kind: str) -> None:
@@ -264,7 +277,7 @@ class ROperator(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace a recurrent layer of a padded batch. Call other functions unchanged."""
+        """Replace a call of a recurrent layer on a padded batch; call other functions unchanged."""
         if self.kind != "meta" and torch.is_autocast_enabled(self.kind):
             raise RuntimeError(
                 f"the closure runs under autocast to {torch.get_autocast_dtype(self.kind)}, whose rounding "
@@ -273,7 +286,7 @@ class ROperator(TorchFunctionMode):
         name = getattr(func, "__name__", None)
         if name in LAYERS and len(args) == UNPACKED and isinstance(args[3], bool) and not kwargs:
             h = args[1][0] if name == "lstm" else args[1]
-            if len(args[2]) == len(h) * (4 if args[3] else 2):  # else an LSTM with proj_size
+            if len(args[2]) == len(h) * (4 if args[3] else 2):  # otherwise it is an LSTM with proj_size
                 return self._run(LAYERS[name], *args)
         return func(*args, **(kwargs or {}))
 
@@ -290,7 +303,7 @@ class ROperator(TorchFunctionMode):
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Tensor, ...]:
-        """Run all layers in all directions, with the arguments and outputs of ``lstm`` or ``gru`` of ``torch._VF``."""
+        """Run all layers in all directions; arguments and outputs are those of ``torch._VF.lstm`` or ``gru``."""
         out = x.transpose(0, 1) if batch_first else x
         h, c = (state, None) if isinstance(state, Tensor) else state
         count, directions = 4 if has_biases else 2, 2 if bidirectional else 1
@@ -314,7 +327,7 @@ class ROperator(TorchFunctionMode):
 
 
 class _RecurrentLayer(torch.autograd.Function):
-    """A layer in one direction, whose backward pass is differentiable only with respect to its incoming gradients."""
+    """A layer in one direction. Its VJP can be differentiated with respect to the incoming gradients only."""
 
     @staticmethod
     def forward(ctx: Any, mode: ROperator, kind: type[LinearizedLayer], *tensors: Any) -> tuple[Tensor, OptTensor]:
@@ -325,7 +338,7 @@ class _RecurrentLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dh: OptTensor, dc: OptTensor) -> tuple[OptTensor, ...]:
-        if ctx.mode.is_on and torch.is_grad_enabled():  # the closure calls autograd.grad itself
+        if ctx.mode.is_on and torch.is_grad_enabled():  # the user's closure calls autograd.grad
             raise RuntimeError(
                 "the closure differentiates through torch's recurrent layer, whose R-operator supports first "
                 "derivatives only. Fix: a loop over time with torch.nn.LSTMCell, GRUCell or RNNCell."
@@ -334,7 +347,7 @@ class _RecurrentLayer(torch.autograd.Function):
 
 
 class _Transpose(torch.autograd.Function):
-    """The VJP of a layer, whose own backward pass is the layer's JVP."""
+    """The VJP of a layer as an autograd function; the backward pass of the VJP is the JVP of the layer."""
 
     @staticmethod
     def forward(

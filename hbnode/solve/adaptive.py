@@ -1,7 +1,7 @@
 """Adaptive step size control in Python with NumPy: the first step, the next steps, and the errors of failed solves.
 
-A lane is a sample with its own step sizes. Arrays with one entry per lane have the shape (lanes,), or () if all samples
-share their steps.
+Samples may have different step sizes. Arrays with one entry per sample have the shape (batch,), or () if all samples
+share their steps. Variables named ``lanes`` hold sample indices or the batch size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hbnode.solve.stepper import Attempt, Setup, Taken, first_index
 NON_FINITE_ATTEMPTS = 5  # consecutive attempts with NaN or infinity, each ten times shorter, before a NonFiniteError
 FIRST_LOOK = 100  # the number of remaining steps is estimated after 100, 200, 400, ... attempts
 TOO_MANY = 5  # a solve fails early if the estimate exceeds max_steps by this factor
-GROWTH, DECAY = 1.2, 0.5  # limits of the change of the step size between two estimates, for a valid extrapolation
+GROWTH, DECAY = 1.2, 0.5  # estimates are extrapolated only if the step size changed by a factor within these limits
 
 
 def common_norm(x: Array, span: Array) -> Array:
@@ -48,7 +48,7 @@ class AdaptiveSteps:
 
     Attributes:
         control: the state of the controller.
-        then: the time at which the planned step ends, counted from the start of the solve.
+        then: the time at which the planned step ends, measured from the start of the solve.
     """
 
     @np.errstate(all="ignore")
@@ -77,7 +77,7 @@ class AdaptiveSteps:
         self.last_taken = self.last_now = self.control.now
 
     def _first_size(self, state: Rows, norm: Array, longest: Array) -> tuple[Array, Array]:
-        """Return the first step size and the largest allowed step size, and set ``error_factor``."""
+        """Choose the first step size and the largest allowed step size; also set ``error_factor``."""
         settings, method, h, f = self.setup.settings, self.stepper.method, norm[0], norm[-1]
         if self.is_common:
             h, f = common_norm(h, self.grid.end), common_norm(f, self.grid.end)
@@ -89,7 +89,7 @@ class AdaptiveSteps:
         return np.full_like(h, self.options.get("first_step", size)), longest
 
     def _found(self, x: Tensor, h: Array, f: Array) -> Array:
-        """Return the largest norm of f at some trial times for lanes where f is negligible at the start, else 0."""
+        """Return the largest norm of f at the trial times for samples whose f is negligible at the start, else 0."""
         grid, settings, term, method = self.grid, self.setup.settings, self.stepper.term, self.stepper.method
         negligible = is_negligible(h, f, grid.end, settings.rtol, settings.atol, method)
         if not (negligible & (grid.end > 0)).any():
@@ -154,7 +154,7 @@ class AdaptiveSteps:
         attempt.late, attempt.place = late - late.detach(), ((t - begin) / size, size)
 
     def zero_failed_lanes(self, attempt: Attempt, refused: Array, before: Control) -> Attempt:
-        """Return a copy of the step with size 0 in the lanes where ``refused`` is True, whose error is not finite.
+        """Return a copy of the step with size 0 for the samples in the mask ``refused``, whose error is not finite.
 
         ``before`` is the state of the controller at the start of the step.
         """
@@ -182,7 +182,7 @@ class AdaptiveSteps:
 
     @np.errstate(all="ignore")
     def accept(self, attempt: Attempt, state: Rows, taken: Taken) -> Array:
-        """Return whether each lane accepts the step, (lanes,) or (), and choose the next step size.
+        """Return a mask of the samples that accept the step, (batch,) or (), and choose the next step size.
 
         Raises a SolverError if the solve cannot continue.
         """
@@ -199,11 +199,11 @@ class AdaptiveSteps:
         return accepted
 
     def _refuse(self, before: Rows, taken: Taken, accepted: Array) -> Array | None:
-        """Return a mask of the lanes that must repeat an accepted step, None for no lane; a subclass may override it."""
+        """Return a mask of samples that must repeat an accepted step, or None for none, as always in this class."""
         return None
 
     def _ratio(self, attempt: Attempt, before: Rows, taken: Taken) -> Array:
-        """Return the error of each lane divided by its tolerance."""
+        """Return the error of each sample divided by its tolerance."""
         grid, factor, margin = self.grid, self.stepper.method.dense_error_factor, self.error_factor
         if attempt.theta is not None and factor != 1.0:  # dense output is less accurate
             inside = attempt.inside(len(self.then)) if self.then.ndim else True
@@ -219,7 +219,7 @@ class AdaptiveSteps:
 
     @property
     def resolution(self) -> float:
-        """The relative rounding error of the times that f gets: of the dtype of the state if f depends on time."""
+        """The relative rounding error of the time argument of f, which has the state's dtype if f depends on time."""
         term = self.stepper.term
         return torch.finfo(term.template.dtype if term.time_dependent else torch.float64).eps
 

@@ -1,6 +1,6 @@
 """The gradient modes of native methods: direct, checkpoint, reversible and adjoint.
 
-The rows of a state are the tensors that a method works on, such as (h, m) for an HBNODE.
+Variables named ``rows`` are tuples of the tensors that a method works on, such as (h, m) for an HBNODE.
 The adjoint of torchdiffeq's methods, such as dopri5, is in ``solve/torchdiffeq_methods.py``.
 """
 
@@ -36,9 +36,8 @@ Kind = TypeVar("Kind")
 Value = TypeVar("Value", bound=State)
 
 SHORT = 16  # function evaluations whose graph is always stored
-REVERSAL_TOLERANCE = (
-    1e-3  # largest relative distance between a state reconstructed by reversed steps and the stored one
-)
+# largest relative distance between a state that reversed steps reconstruct and the stored state
+REVERSAL_TOLERANCE = 1e-3
 MOST_MISSED = 0.1  # largest such distance for the adjoint ODE; the relative error of the gradient is about as large
 
 CHANGES_BUFFERS = (
@@ -83,7 +82,7 @@ class Checkpoint:
     The gradient equals that of ``"direct"``, the exact gradient of the discrete solution. Up to 16 function
     evaluations, the graph is always stored. After that, the size of the graph of a step is measured once, and the
     backward pass recomputes the steps that exceed the limit. It raises :class:`~hbnode.errors.RecomputationError` if a
-    recomputed step ends in another state than in the forward pass.
+    recomputed step ends in a different state than in the forward pass.
 
     References:
         Zhuang et al., arXiv:2006.02493, which recompute accepted steps for the gradient.
@@ -154,8 +153,8 @@ def recomputed(
     Arguments:
         run: a function that returns None, or a tuple whose first entry is the state after the steps. This state must be
             the same in the forward and the backward pass.
-        objects: the stepper, the snapshot and the others. Only weak references are kept, so that the outputs of the
-            solve must own these objects.
+        objects: the stepper, the snapshot and ``others``. Only weak references to them are kept; :func:`owning` keeps
+            them alive.
         args: arguments that may need gradients.
         steps: number of steps that the backward pass counts.
         evaluations: number of function evaluations that the backward pass counts if ``run`` does not count them.
@@ -183,7 +182,7 @@ def recomputed(
 
 
 def is_same(new: Rows, old: Rows) -> bool:
-    """Return whether two states are equal up to rounding errors, such as those of sums in another order."""
+    """Return whether two states are equal up to rounding errors, which may differ if sums change their order."""
     one, two = (torch.stack([x.detach() for x in rows]) for rows in (new, old))
     if torch.equal(one, two):
         return True
@@ -199,10 +198,10 @@ def saved_bytes(after: Rows, before: Rows, known: Iterable[Tensor], first: int) 
     torch.utils.checkpoint does, are not counted.
 
     Arguments:
-        after: the rows of the state after the step.
-        before: the rows of the state before the step.
+        after: the tensors of the state after the step.
+        before: the tensors of the state before the step.
         known: tensors that exist anyway, such as parameters, and do not count.
-        first: a sequence number smaller than those of the nodes of the step.
+        first: an autograd sequence number. All nodes of the step have larger sequence numbers.
     """
     saved: list[Tensor] = []
 
@@ -241,7 +240,7 @@ def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
 
 
 class _Owner(torch.autograd.Function):
-    """The identity; its autograd node holds references to the objects that the backward pass of a solve needs.
+    """The identity function, whose autograd node keeps alive the objects that the backward pass of a solve needs.
 
     All other nodes of the solve have weak references to these objects. Python's garbage collector follows references
     from a tensor to its last node only. Therefore it can free a network that stores an output of its own solve.
@@ -263,7 +262,7 @@ class _Owner(torch.autograd.Function):
 
 
 def owning(state: Any, objects: Sequence[Any], *, is_first_order: bool = False) -> Any:
-    """Make each output of a solve own the objects that its backward pass needs, and return the outputs.
+    """Return the outputs of a solve, with references to the objects that the backward pass needs.
 
     If ``is_first_order``, the gradients have no graph, and create_graph=True raises RuntimeError.
     """
@@ -291,7 +290,7 @@ class _Solve:
         leaves: the leaf tensors of the field that need a gradient.
         known: the ids of all leaf tensors of the field.
         carried: the value of the field at the start if the method reuses it (first same as last, FSAL), else empty.
-        rows: the solution, if it has been computed already.
+        rows: the tensors of the solution, if it has been computed already.
     """
 
     gradient: Any
@@ -303,14 +302,14 @@ class _Solve:
     rows: Rows | None = None
 
     def with_graph(self, rows: Rows) -> Rows:
-        """Return the solution for initial rows; the gradient mode computes its VJP (vector-Jacobian product)."""
+        """Return the solution for the initial state ``rows``; the gradient mode computes its VJP."""
         stepper, t = self.setup.stepper, self.setup.grid.t
         t = torch.zeros(()) if t is None else t
         return _rows_without_graph(weakref.ref(self), stepper.constants, t, *rows, *self.leaves)
 
 
 def _solve_without_graph(gradient: Any, setup: Setup, y0: Any, snapshot: Snapshot) -> Solution:
-    """Solve without storing a graph; the mode ``gradient`` computes the VJP in the backward pass."""
+    """Solve without storing an autograd graph; the gradient mode ``gradient`` computes the VJP in the backward pass."""
     if not torch.is_grad_enabled():
         return Direct().solve(setup, y0, snapshot)
     rows = _initial_rows(setup, y0)
@@ -358,9 +357,8 @@ def _rows_without_graph(
         rows = integrate(Begun(solve.setup, (*tensors[: solve.setup.stepper.term.rows], *solve.carried))).rows
     else:
         rows = tuple([row.detach() for row in solve.rows])  # without the graph of solve.rows
-    own = [
-        x for x in solve.snapshot.tensors if not x.is_inference()
-    ]  # saved, so that autograd reports in-place changes
+    # parameters and buffers are saved, so that autograd reports in-place changes
+    own = [x for x in solve.snapshot.tensors if not x.is_inference()]
     return rows, (*(row.clone() for row in rows), *own)  # the user may change the outputs in place
 
 
@@ -499,7 +497,7 @@ class _Reversal:
         return before, self.sums.vjp(after, adjoint, start)
 
     def first(self, adjoint: Rows) -> Rows:
-        """Return the gradient with respect to the initial rows.
+        """Return the gradient with respect to the tensors of the initial state.
 
         ``adjoint`` is the gradient with respect to the initial state of the solver, which for an FSAL method also holds
         the first value of the field.
@@ -520,12 +518,12 @@ def _vjp_of_value(known: Any, tensors: Rows, residuals: Rows, gradients: Any, ne
 
 @fast_form(reference=lambda known, x, time: (known[0](time, x),), vjp=_vjp_of_value)
 def _known_value(known: Any, needs_grad: bool, x: Tensor, time: Tensor) -> tuple[Rows, Rows]:
-    """Return a recorded value of the field; its VJP uses the graph of the recorded evaluation."""
+    """Return the value ``known`` of the field, recorded earlier; its VJP uses the graph of that evaluation."""
     return (known[1][-1].detach(),), ()
 
 
 class _GradientSums:
-    """Sums of gradients with respect to leaf tensors."""
+    """Gradients with respect to leaf tensors, summed over the steps of a solve."""
 
     def __init__(self, leaves: list[Tensor]) -> None:
         self.leaves = [x for x in leaves if x.requires_grad]
@@ -618,7 +616,7 @@ class Adjoint:
         setup, grid, leaves, n = solve.setup, solve.setup.grid, solve.leaves, len(gradients)
         augmented = _Augmented(setup, leaves, solve.known)
         with torch.no_grad():
-            times = torch.from_numpy(replace(grid, t=None).points)  # (T,) or (T, lanes)
+            times = torch.from_numpy(replace(grid, t=None).points)  # (T,) or (T, batch)
             states = list(zip(*trajectory, strict=True))
             states = [start, *states] if setup.end_only else states
             adjoint: Rows = tuple([torch.zeros_like(row) for row in start])
@@ -661,9 +659,8 @@ class _Augmented:
         if self.pace is not None:
             t = self.term.stages([self.begin + self.pace * (t.double() - self.begin[self.longest])])[0]
             pace = as_column(self.pace, rows[0])
-            rows = tuple(
-                [torch.where(pace > 0, x, x[self.longest]) for x in rows]
-            )  # a finished sample may be at a singularity of f
+            # replaces finished samples, because they may be at a singularity of f
+            rows = tuple([torch.where(pace > 0, x, x[self.longest]) for x in rows])
             adjoint = tuple([pace * a for a in adjoint])
         y = tuple([x.detach().requires_grad_() for x in rows])
         with torch.enable_grad():
@@ -676,7 +673,7 @@ class _Augmented:
         return (*(v.detach() for v in value), *(as_real(g).to(rows[0]) for g in dense))
 
     def rate(self, t: Tensor, rows: Rows, adjoint: Any) -> Tensor:
-        """Return the time derivative of a function of the state whose gradient is ``adjoint``."""
+        """Return the inner product of ``adjoint`` and the time derivative of the state, () or (batch,)."""
         self.term.counter.add("evaluation")
         per_sample = self.term.lanes is not None
         slope = self.term.derivative(self.term.stages([t])[0], tuple(rows))
@@ -687,9 +684,8 @@ class _Augmented:
         """Solve the adjoint ODE from ``t[0]`` to ``t[1]``, and return the state at ``t[1]``."""
         s, n = self.setup.settings, self.term.rows
         term = ODETerm(self, state, self.term.counter, second_order=False)
-        term.error_groups = [
-            slice(sum(x.numel() for x in state[: 2 * n]))
-        ]  # without the integrals, on which nothing depends
+        # the error norm does not include the integrals for the leaves, on which the state and the adjoint do not depend
+        term.error_groups = [slice(sum(x.numel() for x in state[: 2 * n]))]
         options = {name: value for name, value in (s.options or {}).items() if name != "first_step"}
         begin, pace, share = t[0], torch.ones(()), 1.0  # share: restricts the error norm to samples with pace > 0
         if t.dim() > 1:
@@ -706,11 +702,11 @@ class _Augmented:
         near = self.setup.grid.near / pace[pace > 0].min().item()
         jumps = self._jumps(begin.numpy(), pace.numpy(), setup.grid.end, near if s.steps is not None else 0.0)
         setup = replace(setup, grid=replace(setup.grid, near=near, jumps=jumps))
-        rows = integrate(start_of(setup, state, asks_signals=False)).rows
+        rows = integrate(start_of(setup, state, ends_on_signals=False)).rows
         return tuple([x[0] for x in parts(term.unflatten(rows, (1,)))])
 
     def _jumps(self, begin: Array, pace: Array, length: Array, slack: float) -> Any:
-        """Return the times of the jumps of f, in the time of the longest interval, or None if there are none."""
+        """Return the times of the jumps of f, rescaled to the longest sample's interval, or None without jumps."""
         grid = self.setup.grid
         if grid.jumps is None:
             return None
@@ -837,8 +833,8 @@ def evaluate_known(evaluate: Callable[[], Value], inputs: Iterable[Tensor], know
 def _nodes(roots: Iterable[Node | None], seen: Iterable[Node] = (), first: int = -1) -> Iterator[Node]:
     """Yield the nodes of an autograd graph that can be reached from ``roots``.
 
-    Nodes in ``seen`` are skipped, with the part of the graph behind them. The search also stops at nodes whose sequence
-    number is at most ``first``.
+    Nodes in ``seen`` are skipped, together with the nodes that are reached only through them. The search also stops at
+    nodes whose sequence number is at most ``first``.
     """
     seen, pending = set(seen), list(roots)
     while pending:

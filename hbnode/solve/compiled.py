@@ -98,7 +98,7 @@ def warn(reason: str, fix: str = "compile=False, or replace in func what torch.c
 
 
 def modes(snapshot: Snapshot) -> tuple[Any, ...]:
-    """Return the training modes and the hooks of a field's modules, which the guards of a graph do not check."""
+    """Return the training modes and the hooks of a field's modules, whose changes torch.compile does not notice."""
     return tuple(
         [
             (mode, *of._forward_hooks, *of._forward_pre_hooks, *of._backward_hooks, *of._backward_pre_hooks)
@@ -108,7 +108,7 @@ def modes(snapshot: Snapshot) -> tuple[Any, ...]:
 
 
 def program(term: ODETerm, snapshot: Snapshot, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-    """Return the compiled object that a field stores for ``key``, its modes and its hooks; create it by ``make``."""
+    """Return the object that a field stores for ``key`` and for its training modes and hooks; ``make`` creates it."""
     if not isinstance(term.inner, Field):
         kind = type(term.inner).__name__
         raise ValueError(f"compile=True needs an hbnode field, got {kind}. Fix: hbnode.NODE(func).")
@@ -121,10 +121,10 @@ def program(term: ODETerm, snapshot: Snapshot, key: tuple[Any, ...], make: Calla
 
 
 def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: bool) -> Callable[..., Any]:
-    """Return a function that computes one step of a method and its error ratio.
+    """Return a function that computes one step of a method and its error ratio, the norm of error / tolerance.
 
-    The function takes the state, the method's coefficients, the stage times, and y0, which only gives the shapes. It
-    returns the state after the step, and the norm of error / tolerance if ``error`` is True, else None.
+    The function takes the state, the method's coefficients, the stage times, and a tensor or tuple with the shapes of
+    y0. It returns the state after the step, and the error ratio if ``error`` is True, else None.
     """
     inside, n = graph.inside_of(term), term.rows
 
@@ -147,8 +147,8 @@ def key_of(
 ) -> tuple[Any, ...] | None:
     """Return a key of everything a compiled solve depends on besides the inputs of its graph.
 
-    A solve with an equal key needs no new checks of its arguments. Return None if there is no such key, as for times
-    with gradients or fields inside other modules.
+    The arguments of a solve need no checks if an earlier solve had an equal key. Return None if the solve cannot have a
+    key, for example if times need gradients or the field is inside another module.
     """
     if snapshot.masks or open_records or needs_reference() or not isinstance(field, Field):
         return None
@@ -172,7 +172,8 @@ def key_of(
 def is_possible(setup: Setup, y0: State) -> bool:
     """Return whether compiled attempts support a solve.
 
-    They support adaptive explicit methods at a few output times without gradients, without events.
+    They support adaptive explicit methods with few output times, if the times need no gradients and there are no
+    events.
     """
     settings, grid, gradient = setup.settings, setup.grid, setup.settings.gradient
     if not isinstance(setup.stepper.method, Explicit) or not isinstance(grid, Grid) or grid.t is not None:
@@ -185,7 +186,7 @@ def is_possible(setup: Setup, y0: State) -> bool:
 
 
 def solve_again(key: Any, field: Field, y0: State, counter: Tally, snapshot: Snapshot) -> State | None:
-    """Solve by the plan of an earlier solve with the same key; return None if there is no plan or if it fails."""
+    """Solve by the :class:`Plan` of an earlier solve with the same key; return None if there is none or if it fails."""
     plan = field.compiled.get("plans", {}).get(key)
     return None if plan is None else plan.solve(y0, counter, snapshot)
 
@@ -242,10 +243,10 @@ class _Attempts:
         return self.one.failed
 
     def count(self, counter: Tally, evaluations: int, accepted: int, rejected: int, *, keeps_graph: bool) -> None:
-        """Count a solve, and update ``latest`` and ``equal``.
+        """Add the evaluations and steps of a finished solve to ``counter``, and update ``latest`` and ``equal``.
 
-        A solve with gradients and a rejected attempt resets ``equal``, because in the graph of a whole solve a rejected
-        attempt can turn gradients into 0 * inf = NaN.
+        If gradients are enabled and an attempt was rejected, ``equal`` is reset to 0: in a compiled whole solve, a
+        rejected attempt can turn gradients into 0 * inf = NaN.
         """
         counter.nfe.keeps_graph = keeps_graph
         for event, number in (("evaluation", evaluations), ("accepted", accepted), ("rejected", rejected)):
@@ -267,14 +268,14 @@ class _Attempts:
 
 
 class Plan(NamedTuple):
-    """The data to solve by one call of a whole-solve program, for all initial states of one shape.
+    """The data for a solve by one call of the program of a whole solve, for initial states of one shape.
 
     Attributes:
         programs: the programs of the field.
         attempts: the number of attempts of the solve.
         times: the inputs of the program besides the state.
         evaluations: the number of function evaluations in an attempt.
-        changes_nothing: whether to raise an error if the field changes a buffer.
+        changes_nothing: whether the field must not change a buffer; a change raises an error.
     """
 
     programs: _Attempts
@@ -316,7 +317,7 @@ class _Run:
         self.programs = program(self.term, snapshot, key, make)
 
     def times(self, setup: Setup, longest: Array, margin: Array = 1.0) -> graph.Times:
-        """Return the inputs of the programs that do not change during the solve."""
+        """Return the times and limits of the solve, the inputs of the programs that are constant during the solve."""
         grid, settings, device = setup.grid, setup.settings, setup.stepper.like.device
         resolution = torch.finfo(setup.stepper.like.dtype if self.term.time_dependent else torch.float64).eps
         shortest, rounding = self.options.get("min_step", 1e-300), np.finfo(float).eps * grid.furthest
@@ -324,15 +325,15 @@ class _Run:
         limits = graph.Limits(*times, settings.rtol, settings.atol, *steps, rounding, resolution)
         like, jumps = setup.stepper.like, grid.jumps
         outputs = None if setup.end_only else to_device(grid.outputs, like)
-        if jumps is not None:  # padded to powers of 2, because each length needs its own graph
+        if jumps is not None:  # padded to powers of 2, because each length needs a separate graph
             more = 2 ** (jumps.shape[-1] - 1).bit_length() - jumps.shape[-1]
             width = [(0, 0)] * (jumps.ndim - 1) + [(0, more)]
             jumps = to_device(np.pad(jumps, width, constant_values=math.inf), like)
         gamma = torch.as_tensor(setup.stepper.gamma, dtype=torch.float64, device=device)
-        return graph.Times(graph.joined(limits, np.shape(grid.end), device), gamma.unsqueeze(0), outputs, jumps)
+        return graph.Times(graph.stack_numbers(limits, np.shape(grid.end), device), gamma.unsqueeze(0), outputs, jumps)
 
     def plan(self) -> Plan | None:
-        """Return a plan with the number of attempts of the last solves, or None if a whole solve is not possible."""
+        """Return the plan for the number of attempts of the last solves, or None without a compiled whole solve."""
         programs, term, setup = self.programs, self.term, self.setup
         if term.time_dependent or "first_step" in self.options or not self.stores(programs.latest):
             return None
@@ -354,7 +355,7 @@ class _Run:
         setup, rows = start_of(self.setup, self.y0)
         steps, grid, most = AdaptiveSteps(setup, rows), setup.grid, setup.settings.max_steps
         times = self.times(setup, steps.controller.longest, steps.error_factor)
-        control = graph.joined(steps.control, np.shape(grid.end), setup.stepper.like.device)
+        control = graph.stack_numbers(steps.control, np.shape(grid.end), setup.stepper.like.device)
         # contiguous and no views, as after an attempt; other inputs would need another graph
         rows = tuple([row.clone(memory_format=torch.contiguous_format) for row in rows])
         if self.needs_gradient and any(x.requires_grad for x in (*rows, setup.stepper.constants)):
@@ -375,7 +376,7 @@ class _Run:
                 return None
             report = graph.Report(*result[3].tolist())
             if report.excluded and report.accepted and result[0][0].requires_grad:
-                c = graph.split(result[1])
+                c = graph.unpack_control(result[1])
                 result = self.take(program, done, *given, c.rejected & (c.failures > 0))
                 evaluations += self.method.evaluations
             control = result[1]
@@ -389,14 +390,14 @@ class _Run:
     # Gradients
 
     def stores(self, attempts: int) -> bool:
-        """Return whether the autograd graph of this number of attempts is stored."""
+        """Return whether the autograd graph of ``attempts`` attempts is small enough to be stored."""
         if self.keep_bytes is None or attempts * self.method.evaluations <= SHORT * (self.keep_bytes > 0):
             return True
         bytes_each = self.programs.saved.get(parts(self.y0)[0].shape, math.inf)
         return attempts * bytes_each <= self.keep_bytes
 
     def take(self, program: Program, attempts: int, *args: Any) -> Any:
-        """Call the program; its autograd graph is stored, or recomputed in the backward pass if it is too large."""
+        """Call the program; if its autograd graph is too large to store, the backward pass recomputes the call."""
         shape, saved = parts(self.y0)[0].shape, self.programs.saved
         if self.stores(attempts):
             return program(*args)

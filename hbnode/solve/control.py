@@ -1,9 +1,9 @@
 """Step size control by pure functions of NumPy arrays or torch tensors.
 
 An attempt is a step that is then accepted or rejected. :class:`Control` holds the arrays that change from one attempt
-to the next. Their shape is () if the whole batch shares its steps, or (lanes,) if every sample, called a lane, has its
-own steps. Times are measured from the start of the solve. The argument ``xp`` is NumPy for a loop in Python, or
-:class:`OfTorch` inside a graph.
+to the next. Their shape is () if the whole batch shares its steps, or (batch,) if samples have different steps. Times
+are measured from the start of the solve. The argument ``xp`` is NumPy for a loop in Python, or :class:`OfTorch` inside
+a graph.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class Control(NamedTuple):
     """The state of a step size controller.
 
     Attributes:
-        now: the time that a lane has reached.
+        now: the time that the solve has reached.
         size: the next step size that the error of the last step allows.
         taken: the size of the last planned step, at most about ``size``; equal steps of this size reach ``target``.
-        left: the number of steps of size ``taken`` to ``target``, with the planned step; inf if that step was uneven.
+        left: the number of steps of size ``taken`` to ``target``, including the planned step; inf if that step was
+            uneven.
         target: the next time on which a step must end.
         uneven: whether the first of the next equal steps is shorter by the factor :data:`UNEVEN`.
         previous: the error ratio, error / tolerance, of the last accepted step.
@@ -83,9 +84,9 @@ class Clip:
     contains fewer.
 
     Attributes:
-        end: final times, () or (lanes,).
-        stops: times on which steps end, (T,) or (lanes, T), padded with the final time; None if there are none.
-        jumps: sorted times of jumps, (K,) or (lanes, K), padded with inf; None if there are none.
+        end: final times, () or (batch,).
+        stops: times on which steps end, (T,) or (batch, T), padded with the final time; None if there are none.
+        jumps: sorted times of jumps, (K,) or (batch, K), padded with inf; None if there are none.
         rounding: the rounding error of times. A step ends before or after a jump, farther away than this.
     """
 
@@ -104,7 +105,7 @@ class Clip:
         first = (jumps <= (now + self.rounding)[..., None]).sum(-1)
         last = (jumps <= (now + AHEAD * c.size)[..., None]).sum(-1)
         last = xp.maximum(xp.minimum(last, first + 1 + c.most), first + 1)
-        number = xp.cumsum(xp.ones_like(jumps), -1)  # the number of each jump, from 1
+        number = xp.cumsum(xp.ones_like(jumps), -1)  # the number of each jump, counted from 1
         jump = xp.amax(xp.where(number <= last[..., None], jumps, -math.inf), -1)
         return xp.where((jump > now) & (jump < target), jump, target), last - first - 1
 
@@ -135,7 +136,7 @@ class PIController:
     def plan(self, xp: Any, clip: Clip, c: Control) -> tuple[Array, Control]:
         """Return the time at which the next step ends, and the state with its size ``taken``.
 
-        The size is 0 in lanes that have reached the final time.
+        The size is 0 for samples that have reached the final time.
         """
         target, passed = clip.target(xp, c)
         left = xp.maximum(xp.ceil((target - c.now) / c.size - 0.05), 1.0)
@@ -149,14 +150,14 @@ class PIController:
     def judge(
         self, xp: Any, c: Control, then: Array, ratio: Array, repeats: Array | None = None
     ) -> tuple[Array, Control]:
-        """Return a mask of the lanes that accept the step, and the state of the controller after it.
+        """Return a mask of the samples that accept the step, and the state of the controller after it.
 
         Arguments:
             xp: NumPy or :class:`OfTorch`.
             c: the state of the controller.
             then: the time at which the step ends.
             ratio: the error ratio, inf if it is not finite.
-            repeats: a mask of lanes that repeat the step although its error is small enough, or None.
+            repeats: a mask of samples that repeat the step although its error is small enough, or None.
         """
         accepted, is_finite, is_new = ratio <= 1.0, xp.isfinite(ratio), c.taken > 0.0
         k = 1.0 / (self.error_order + 1)
@@ -189,8 +190,8 @@ def first_size(h: Array, f: Array, rtol: float, atol: float, rows: int, error_or
     :math:`\omega = \|f\| / \|h\|`. The error of a step of size H is then about :math:`(\omega H / 2)^{q+1} \|h\|`, with
     q = ``error_order``. The step size is the H for which this error equals the tolerance.
 
-    ``h`` is the norm of the position (or of the first-order state), ``f`` the norm of f, and ``rows`` the order of the
-    ODE.
+    ``h`` is the norm of the position (or of the first-order state), and ``f`` the norm of f. ``rows`` is the order of
+    the ODE, 1 or 2.
     """
     tolerance = atol + rtol * h
     rate = (f / (h + tolerance)) ** (1.0 / rows)

@@ -39,8 +39,8 @@ TO_POLYNOMIAL = np.linalg.inv(np.vander(NODES))  # maps values at the nodes to t
 BISECTIONS, CORRECTIONS = 45, 60  # numbers of iterations of the search for a zero
 ROOT_TOLERANCE = 1e-12  # accuracy of the zero, as a fraction of the step
 DIFFERENCE = 1e-5  # step of a central difference, as a fraction of the solver's step
-AT_ZERO = 1e-6  # after an event, c counts as 0 if |c| is below this factor times |dc/dt| times the step size
-ROUNDINGS = 32  # c counts as 0 if this number of rounding errors of the state can change its sign
+AT_ZERO = 1e-6  # after an event, the event function c counts as 0 if |c| < this factor * |dc/dt| * step size
+ROUNDINGS = 32  # c counts as 0 if rounding errors of the state, multiplied by this number, can change its sign
 CLOSE = 1 / 64  # an event within this fraction of the step after the last event is searched again in a shorter step
 
 
@@ -142,8 +142,8 @@ class EventHits(NamedTuple):
         lanes: the indices of the samples, (hits,).
         now: the times at which the steps end, since the start of the solve, (hits,).
         width: the sizes of the steps in which the events were found, (hits,).
-        masks: which event functions have an event, (hits, events).
-        rows: the rows of the states before the events, each (hits, ...).
+        masks: whether each event function has an event, (hits, events).
+        rows: the tensors of the states before the events, each (hits, ...).
     """
 
     lanes: Array
@@ -159,9 +159,10 @@ class EventSteps(AdaptiveSteps):
     With fixed steps, every step is accepted, and the step after an event ends at the end of the interrupted step.
 
     Attributes:
-        ended: the samples whose solve ends at the current events, and the rows of their last states; None for none.
-        first: the initial rows without a graph. Ended samples are reset to them, because f may be singular at their
-            last state.
+        ended: the samples whose solve ends at the current events, and the tensors of their last states; None if no
+            solve ends.
+        first: the tensors of the initial state, without a graph. Samples whose solve has ended are reset to this state,
+            because f may be singular at their last state.
     """
 
     def __init__(self, setup: Setup, state: Rows) -> None:
@@ -186,7 +187,7 @@ class EventSteps(AdaptiveSteps):
         self.search_width = none  # size of the step in which the last event of a sample was found
         self.max_next_step = none + np.inf  # limit of the next step if two events are close together
         self.signs = [none for _ in self.events]
-        self.quiet = [none - 1 for _ in self.events]  # until these times, errors determine the sign of c
+        self.quiet = [none - 1 for _ in self.events]  # before these times, c is too close to 0 to know its sign
         t, rows = self._time(none), state[: self.stepper.term.rows]
         nobody, masks = none[:0], np.zeros((0, len(self.events)), bool)
         self.hits = [EventHits(nobody.astype(int), nobody, nobody, masks, tuple([row[:0].detach() for row in rows]))]
@@ -254,17 +255,18 @@ class EventSteps(AdaptiveSteps):
         return is_hit
 
     def _interpolant(self, before: Rows, taken: Taken) -> Callable[[Array], list[Rows]]:
-        """Return a function that interpolates the rows in the step.
+        """Return a function that interpolates the state in the step.
 
-        It maps positions θ (k, lanes), from 0 to 1, to a list of k states.
-        Methods without dense output use cubic Hermite interpolation.
+        It maps k positions θ per sample, (k, batch), from 0 to 1, to a list of k states. Methods without dense output
+        use cubic Hermite interpolation.
         """
         columns, size, like = taken.columns, self.grid.sign * self.control.taken, self.stepper.like
         if columns is not None:
 
             def dense(theta: Array) -> list[Rows]:
-                blends = self.stepper.at_gamma(self.stepper.method.blend, size, theta, lanes=np.arange(len(size)))
-                return [combined(blend, columns).unbind(1) for blend in blends]
+                formula, lanes = self.stepper.method.dense_weights, np.arange(len(size))
+                weights = self.stepper.at_gamma(formula, size, theta, lanes=lanes)
+                return [combined(each, columns).unbind(1) for each in weights]
 
             return dense
         ends = [rows[: self.stepper.term.rows] for rows in (before, taken.state)]
@@ -284,8 +286,9 @@ class EventSteps(AdaptiveSteps):
     ) -> tuple[Array, Array, Array]:
         """Return the first event of event function ``k`` in the step, and the values and signs of c at the nodes.
 
-        The event of each sample is a position in the step from 0 to 1, or inf if there is none. Because of errors it
-        may lie a little before the step. At a zero, the sign is the last known sign of c.
+        Here c is the value of the event function. An event is given by its position in the step from 0 to 1, or inf for
+        a sample without an event. Because of errors it may lie a little before the step. Where c is 0, its last known
+        sign is returned.
         """
         size, event = self.control.taken, self.events[k]
 
@@ -317,9 +320,10 @@ class EventSteps(AdaptiveSteps):
     def _is_zero_at(
         self, theta: Array, dense: Callable[[Array], list[Rows]], scale: Rows, zeros: Array, values: Array, sides: Array
     ) -> Array:
-        """Return which event functions are 0 at the position ``theta`` (lanes,) up to rounding errors, (events, lanes).
+        """Return a mask (events, batch) of the event functions that are 0 at ``theta`` up to rounding errors.
 
-        At ``theta`` another event function has an event. A zero just after the end of the step counts as well.
+        At the positions ``theta`` (batch,) in the step, another event function has an event. A zero just after the end
+        of the step counts as well.
         """
         found, t, rows = [], self._time(self.control.now + theta * self.control.taken), dense(theta[None])[0]
         for k, event in enumerate(self.events):
@@ -331,12 +335,11 @@ class EventSteps(AdaptiveSteps):
         return np.stack(found)
 
     def _rounding(self, event: Event, t: Tensor, rows: Rows, c: Array, scale: Rows) -> Array:
-        """Return how much rounding errors of t and of a state with the magnitude ``scale`` can change c."""
+        """Return how much ``c`` can change by rounding errors of t and of a state with the magnitude ``scale``."""
         error, moved = ROUNDINGS * torch.finfo(self.stepper.like.dtype).eps, []
         for row, size in zip(rows, scale, strict=True):
-            uneven = (
-                1 + GOLDEN * torch.arange(row[:1].numel(), device=row.device) % 1
-            ) / 2  # so that y_1 - y_2 changes, too
+            # different factors for the elements, so that differences such as y_1 - y_2 change, too
+            uneven = (1 + GOLDEN * torch.arange(row[:1].numel(), device=row.device) % 1) / 2
             moved.append(row + error * size * uneven.view(row[:1].shape).to(row))
         return np.nan_to_num(abs(self._values(event, t * (1 + error), tuple(moved)) - c))
 
@@ -358,7 +361,7 @@ class EventSteps(AdaptiveSteps):
         for k, event in enumerate(self.events):
             masks.append(landed & ~ends & self.due[k])
             ends = ends | (masks[k] & (self.counts[k] + 1 >= event.limit))
-        if not torch.is_grad_enabled():  # as for the adjoint, which repeats the hits with a graph
+        if not torch.is_grad_enabled():  # the adjoint later repeats the events of these hits with a graph
             hit_rows = tuple([row.detach()[to_device(lanes, self.stepper.like)] for row in rows])
             hit_events = np.stack(masks, 1)[lanes]
             self.hits.append(EventHits(lanes, self.control.now[lanes], self.search_width[lanes], hit_events, hit_rows))
@@ -370,10 +373,10 @@ class EventSteps(AdaptiveSteps):
         return rows
 
     def _pass(self, t: Tensor, rows: Rows, slopes: Rows, masks: Sequence[Array]) -> Rows:
-        """Return the rows after the events of the current time, and set ``ended``.
+        """Return the state after the events of the current time, and set ``ended``.
 
-        ``masks`` has one mask per event function, with the samples in which the event happens. If several events happen
-        at once, their times are computed from the state before the first jump.
+        ``masks`` has one mask of samples per event function. It is True for samples in which the event happens. If
+        several events happen at once, their times are computed from the state before the first jump.
         """
         before, none, like = (rows, slopes), torch.zeros_like(t), self.stepper.like
         landed, ends = np.any(masks, 0), np.zeros_like(masks[0])
@@ -416,7 +419,7 @@ class EventSteps(AdaptiveSteps):
         return rows
 
     def segments(self) -> Iterator[EventHits]:
-        """Yield the hits of the solve again, the n-th hits of all samples together; the last item has no hits.
+        """Yield the hits again: the first hit of every sample, then the second hits, and so on; last an empty item.
 
         The recorded events are cleared, so that :meth:`repeat` can record them with a graph.
         """
@@ -434,9 +437,9 @@ class EventSteps(AdaptiveSteps):
             yield EventHits(lanes[i], now[i], width[i], masks[i], segment_rows)
 
     def repeat(self, hits: EventHits, now: Array, rows: Rows) -> Rows:
-        """Repeat the events of ``hits`` with a graph, and return the rows after them.
+        """Repeat the events of ``hits`` with a graph, and return the state after them.
 
-        ``rows`` are the rows of all samples at the times ``now``, before the events.
+        ``rows`` holds the state of all samples at the times ``now``, before the events.
         """
         self.control, masks = self.control._replace(now=now), np.zeros((len(now), len(self.events)), bool)
         self.search_width = self.search_width.copy()
@@ -493,15 +496,15 @@ class EventSteps(AdaptiveSteps):
         self, t: Tensor, rows: Rows, slopes: Rows, before: Sequence[Array], lag: Array, fired: Sequence[Array],
         lanes: Array,
     ) -> None:  # fmt: skip
-        """Set the known signs of the event functions in ``lanes`` after events.
+        """Set the known signs of the event functions after events, for the samples in the mask ``lanes``.
 
         A function that had an event or was changed by a jump gets the sign of its value, or, if the value is 0 up to
         errors, the sign of dc/dt. All other functions keep their signs, because they may just have crossed zero.
 
         Arguments:
-            t: the event times, (lanes,).
-            rows: the rows after the events.
-            slopes: the time derivatives of the rows.
+            t: the event times, (batch,).
+            rows: the tensors of the state after the events.
+            slopes: the time derivatives of the state.
             before: the values of the event functions before the events.
             lag: the times from the end of the step to the events.
             fired: for each event function, a mask of the samples in which it had an event.
@@ -519,14 +522,14 @@ class EventSteps(AdaptiveSteps):
             self.quiet[k] = np.where(is_set & (fired[k] | ~is_far), self.control.now + wait, self.quiet[k])
 
     def record(self, own: Callable[[State], Any]) -> tuple[EventRecord, ...]:
-        """Return the events of each event function.
+        """Return the :class:`EventRecord` of each event function.
 
-        ``own`` is applied to the tensors, and makes them own the objects that their backward pass needs.
+        ``own`` is applied to the tensors of each record. It adds references to what the backward pass needs.
         """
         records, term, like = [], self.stepper.term, self.stepper.like
         for event, counts, found in zip(self.events, self.counts, self.found, strict=True):
             width = int(event.limit if event.limit < np.inf else counts.max(initial=0))
-            place = np.full((len(self.grid.end), width), -1)  # -1 is the index of a row of NaN
+            place = np.full((len(self.grid.end), width), -1)  # the index -1 selects NaN
             lanes = np.concatenate([np.zeros(0, int), *(lanes for lanes, *_ in found)])
             order = lanes.argsort(kind="stable")  # keeps the chronological order of the events of a sample
             place[np.arange(width) < counts[:, None]] = order
@@ -542,7 +545,7 @@ class EventSteps(AdaptiveSteps):
     # Values
 
     def _time(self, elapsed: Array) -> Tensor:
-        """Return the time (lanes,) in float64, with its gradient if the output times have one."""
+        """Convert times ``elapsed`` since the start to times t (batch,) in float64, with any gradient of the grid."""
         if self.grid.t is not None:
             return self.grid.differentiable(elapsed).double()
         return to_device(self.grid.time(elapsed), self.stepper.like)
@@ -551,7 +554,7 @@ class EventSteps(AdaptiveSteps):
         return t.to(self.stepper.like).view(-1, *[1] * (self.stepper.term.dims - 1))
 
     def _only(self, mask: Tensor, rows: Rows) -> Rows:
-        """Replace the samples outside ``mask`` by constant copies of a sample inside it, and return the rows.
+        """Return the state with all samples outside ``mask`` replaced by constant copies of a sample inside it.
 
         The event function and the jump then have finite gradients for these samples, which are later multiplied by 0.
         """
@@ -559,7 +562,7 @@ class EventSteps(AdaptiveSteps):
         return tuple([torch.where(as_column(mask, row), row, row[first].detach()) for row in rows])
 
     def _slopes(self, t: Tensor, rows: Rows) -> Rows:
-        """Return dy/dt without a graph; the evaluation of the field is counted."""
+        """Return the time derivatives of the state without a graph; the evaluation of the field is counted."""
         self.stepper.term.counter.add("evaluation")
         with torch.no_grad():
             return self.stepper.term.derivative(self._stage(t.detach()), tuple([row.detach() for row in rows]))
@@ -587,7 +590,7 @@ class EventSteps(AdaptiveSteps):
             return self._condition(event, t.detach(), tuple([row.detach() for row in rows])).double().cpu().numpy()
 
     def _rate(self, event: Event, t: Tensor, rows: Rows, slopes: Rows) -> Tensor:
-        """Return dc/dt along the solution, (lanes,), without a graph."""
+        """Return the derivative dc/dt of the event function c along the solution, (batch,), without a graph."""
         if torch.is_inference_mode_enabled():  # fn may use tensors that autograd cannot save
             size = np.where(self.control.taken > 0, self.control.taken, self.grid.end)
             step = DIFFERENCE * to_device(size, self.stepper.like)
@@ -608,17 +611,17 @@ class EventSteps(AdaptiveSteps):
 
 
 def as_column(x: Tensor, row: Tensor) -> Tensor:
-    """Reshape one value per sample, (lanes,), to broadcast with ``row``; values other than bool get the row's dtype."""
+    """Reshape values (batch,) to broadcast with the tensor ``row``; values other than bool get its dtype."""
     x = x if x.dtype == torch.bool else x.to(row.dtype)
     return x.view(-1, *[1] * (row.dim() - 1))
 
 
 def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Array, tolerance: float) -> Array:
-    """Return a zero of ``value`` for every lane, (lanes,).
+    """Return a zero of ``value`` for every sample, (batch,).
 
-    ``value`` maps positions θ (lanes,) to the values of one function per lane. Each function is positive just after
+    ``value`` maps positions θ (batch,) to the values of one function per sample. Each function is positive just after
     ``low`` and not positive at ``high``. The first guess is a zero of the polynomial through the values ``at_nodes``
-    (nodes, lanes). Newton steps with the slope of the polynomial correct it until they are smaller than ``tolerance``.
+    (nodes, batch). Newton steps with the slope of the polynomial correct it until they are smaller than ``tolerance``.
     A Newton step out of the interval is replaced by a bisection.
     """
     polynomial = TO_POLYNOMIAL @ at_nodes
@@ -641,7 +644,7 @@ def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Arr
 
 
 def slope_of(polynomial: Array) -> Array:
-    """Return the coefficients of the derivatives of polynomials, given their coefficients (coefficients, lanes)."""
+    """Return the coefficients of the derivatives of one polynomial per sample, given as (coefficients, batch)."""
     return polynomial[:-1] * np.arange(len(polynomial) - 1, 0, -1)[:, None]
 
 

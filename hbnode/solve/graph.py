@@ -29,9 +29,9 @@ NOT_FINITE, UNDERFLOW, TOO_MANY = 1, 2, 3  # reasons of a failed solve in a grap
 
 
 class Limits(NamedTuple):
-    """Numbers of a solve, each () or (lanes,).
+    """The time limits and tolerances of a solve, each () or (batch,).
 
-    They are inputs of a graph, stacked into one tensor, so that other values need no new graph.
+    They are stacked into one tensor, an input of the graph, so that a graph serves solves with other values.
 
     Attributes:
         begin: initial time.
@@ -59,10 +59,10 @@ class Limits(NamedTuple):
 
 
 class Times(NamedTuple):
-    """The tensors of a solve that do not change.
+    """The tensors of a solve that are constant: its limits, damping, output times and jump times.
 
     Attributes:
-        limits: the :class:`Limits`, (numbers,) or (numbers, lanes).
+        limits: the :class:`Limits`, (numbers,) or (numbers, batch).
         gamma: the damping γ; None if the graph computes it from the field's parameters. As an input of a compiled
             function it has a first dimension of length 1, because a tensor without dimensions counts as a number.
         outputs: output times measured from the start, or None.
@@ -76,12 +76,12 @@ class Times(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The results of attempts that the loop in Python needs.
+    """What the loop in Python needs to know about the attempts in a graph.
 
     Attributes:
         accepted: number of accepted attempts.
         rejected: number of rejected attempts.
-        excluded: number of attempts in which the error of some lane is not finite.
+        excluded: number of attempts in which the error of any sample is not finite.
         failed: whether no step size meets the tolerance, so that the solve fails.
         done: whether the solve is finished.
     """
@@ -93,7 +93,7 @@ class Report(NamedTuple):
     done: int
 
 
-def joined(numbers: tuple[Array, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
+def stack_numbers(numbers: tuple[Array, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Broadcast arrays or numbers to ``shape`` and stack them to a tensor (numbers, *shape)."""
     packed = np.empty((len(numbers), *shape))
     for k, number in enumerate(numbers):
@@ -101,11 +101,11 @@ def joined(numbers: tuple[Array, ...], shape: tuple[int, ...], device: torch.dev
     return torch.from_numpy(packed).to(device)
 
 
-def _joined(control: Control) -> Tensor:
+def _pack_control(control: Control) -> Tensor:
     return torch.stack([x.double() for x in control])
 
 
-def split(packed: Tensor) -> Control:
+def unpack_control(packed: Tensor) -> Control:
     """Return the state of a controller, given as one tensor."""
     c = Control(*packed.unbind(0))
     return c._replace(uneven=c.uneven > 0, rejected=c.rejected > 0, most=c.most.long(), passed=c.passed.long())
@@ -114,7 +114,7 @@ def split(packed: Tensor) -> Control:
 def start(
     term: ODETerm, method: Method, times: Times, y0: State, first_step: float | None = None
 ) -> tuple[Rows, Tensor, Times, Tensor]:
-    """Return the initial state of the method, that of the controller, the times, and the number of evaluations.
+    """Return the initial states of the method and of the controller, the times, and the number of evaluations.
 
     A field that depends on time is also evaluated at four trial times, because a graph cannot skip these evaluations.
     They are counted only if the eager solve would need them (:func:`hbnode.solve.control.forced_start`).
@@ -143,17 +143,18 @@ def start(
         none = torch.zeros_like(size)
         is_uneven = none >= 0 if term.time_dependent else none > 0
         times = times._replace(limits=torch.stack(limits._replace(longest=longest, margin=margin)))
-        return rows, _joined(PIController(method.error_order or 1).start(OfTorch, size, is_uneven, none)), times, spent
+        control = PIController(method.error_order or 1).start(OfTorch, size, is_uneven, none)
+        return rows, _pack_control(control), times, spent
 
 
 def norm(term: ODETerm, x: Tensor) -> Tensor:
-    """Return the root mean square of ``x``, () or (lanes,), in float64, because squares may overflow in float32."""
+    """Return the root mean square of ``x``, () or (batch,), in float64, because squares may overflow in float32."""
     x = x.double().square()
     return (x.mean() if term.lanes is None else x.flatten(1).mean(1)).sqrt()
 
 
 def error_ratio(term: ODETerm, before: Rows, after: Rows, error: Any, rtol: Any, atol: Any) -> Tensor:
-    """Return the root mean square of error / tolerance, () or (lanes,); the maximum over the term's error groups."""
+    """Return the root mean square of error / tolerance, () or (batch,); of several error groups, the largest value."""
     scale = torch.maximum(torch.stack(before).abs(), torch.stack(after).abs())
     x = error / (scale * rtol + atol)
     x = x if term.lanes is None else x.movedim(1, 0)
@@ -168,7 +169,7 @@ class Attempts:
         term: the equation. If ``term.lanes`` is not None, each sample has its own step sizes.
         method: an adaptive method whose state ends with the value of the field (FSAL).
         times: the tensors that are constant during the solve.
-        is_exact: whether steps end on the output times, so that outputs are not interpolated.
+        is_exact: whether steps end on the output times. Outputs are then not interpolated.
     """
 
     def __init__(self, term: ODETerm, method: Method, times: Times, *, is_exact: bool = False) -> None:
@@ -179,12 +180,12 @@ class Attempts:
         self.clip = Clip(self.limits.end, stops, times.jumps, self.limits.rounding)
 
     def saved(self, rows: Rows) -> Rows | None:
-        """Return storage for the rows at all output times, (T, ...) or (lanes, T, ...), filled with initial rows."""
+        """Return tensors to store the states at all output times, (T, ...) or (batch, T, ...)."""
         outputs, place = self.times.outputs, int(self.term.lanes is not None)
         if outputs is None:
             return None
         rows = rows[: self.term.rows]
-        count = outputs.shape[-1]  # copies, because a graph for views differs from a graph for other tensors
+        count = outputs.shape[-1]  # copies, because a graph for tensors that are views cannot be used for other tensors
         return tuple([row.unsqueeze(place).repeat_interleave(count, place).clone() for row in rows])
 
     def attempt(
@@ -192,16 +193,16 @@ class Attempts:
     ) -> tuple[Rows, Tensor, Rows | None, tuple[Tensor, Tensor]]:
         """Take one attempt.
 
-        Finished lanes take a step of size 0. Lanes in the mask ``excluded`` also take a step of size 0 and reject it:
-        their error is not finite, and would turn the gradients of all lanes into 0 * NaN = NaN.
+        Finished samples take a step of size 0. Samples in the mask ``excluded`` also take a step of size 0 and reject
+        it: their error is not finite, and would turn the gradients of all samples into 0 * NaN = NaN.
 
         Returns:
-            The state after the attempt, the state of the controller, the saved outputs, and a pair of masks: the lanes
-            that accept the step, and the lanes in which no step size meets the tolerance.
+            The state after the attempt, the state of the controller, the saved outputs, and a pair of masks: the
+            samples that accept the step, and the samples for which no step size meets the tolerance.
         """
         term, method, limits, n = self.term, self.method, self.limits, self.term.rows
         with torch.no_grad():
-            before = split(control)
+            before = unpack_control(control)
             then, c = self.control.plan(OfTorch, self.clip, before)
             size = c.taken if excluded is None else torch.where(excluded, 0.0, c.taken)
             ends = [before.now + node * size for node in method.nodes]
@@ -234,14 +235,14 @@ class Attempts:
                 ends = [torch.where(self.wide(inside, x), x, end) for x, end in zip(rows_inside, ends, strict=True)]
             new = found & (accepted if term.lanes is None else accepted[:, None])
             both = [torch.where(self.wide(new, x), end, x) for end, x in zip(ends, saved, strict=True)]
-            saved = tuple([x.contiguous() for x in both])  # each set of strides needs its own graph
+            saved = tuple([x.contiguous() for x in both])  # tensors with different strides would need different graphs
         after = [torch.where(self.wide(accepted, a), a, b) for a, b in zip(result.state, rows, strict=True)]
-        return tuple(after), _joined(c), saved, (accepted, fails)
+        return tuple(after), _pack_control(c), saved, (accepted, fails)
 
     def _at_gamma(self, formula: Callable[..., Tensor], *args: Tensor, count: int = 1) -> Tensor:
-        """Return ``formula(torch, γ, *args)``; ``args`` have ``count`` consecutive elements for each lane."""
+        """Return ``formula(torch, γ, *args)``, where ``count`` consecutive elements of ``args`` belong to a sample."""
         gamma = self.times.gamma
-        if gamma.dim():  # the dimensions of γ follow that of outputs, or begin with that of lanes
+        if gamma.dim():  # the first dimension is that of the outputs or of the samples
             if count > 1 and len(gamma) > 1:
                 gamma = gamma.repeat_interleave(count, 0)
             ones = [1] * (gamma.dim() - (self.term.lanes is not None))
@@ -249,10 +250,10 @@ class Attempts:
         return formula(torch, gamma, *args).to(self.term.template)
 
     def _interpolated(self, columns: Any, size: Tensor, theta: Tensor) -> Rows:
-        """Return the rows at positions θ in a step, from 0 to 1; θ is (T,) or (lanes, T), the rows have more dims."""
+        """Return the states at positions θ in a step, from 0 to 1; ``theta`` has the shape (T,) or (batch, T)."""
         signed, count = self.limits.sign * size, theta.shape[-1]
         signed = signed[..., None].expand(theta.shape).reshape(-1)
-        weights = self._at_gamma(self.method.blend, signed, theta.reshape(-1), count=count)
+        weights = self._at_gamma(self.method.dense_weights, signed, theta.reshape(-1), count=count)
         if self.term.lanes is None:
             return combined(weights, columns.unsqueeze(1)).unbind(1)
         wide = columns.unsqueeze(2).expand(*columns.shape[:2], count, *columns.shape[2:]).flatten(1, 2)
@@ -271,7 +272,7 @@ Made = tuple[Rows, Tensor, Rows | None, Tensor]
 
 
 def one_attempt(inside: Inside, method: Method, *, is_exact: bool) -> Callable[..., Made]:
-    """Return a function of tensors that takes one attempt; its argument ``y0`` only gives the shapes."""
+    """Return a function of tensors that takes one attempt; only the shapes of its argument ``y0`` matter."""
 
     def run(y0: State, times: Times, rows: Any, control: Any, saved: Any, excluded: Tensor | None) -> Made:
         times = times._replace(gamma=times.gamma[0])
@@ -304,7 +305,7 @@ def whole_solve(inside: Inside, method: Method, count: int, *, is_exact: bool) -
 
 
 def inside_of(term: ODETerm) -> Inside:
-    """Return a function that creates the term inside a graph, from the initial state, whose batch size may vary."""
+    """Return a function that creates the term inside a graph from an initial state, whose batch size may vary."""
     field, second_order, own_steps = term.inner, term.second_order, term.lanes is not None
     in_autocast = term.in_autocast
 
@@ -322,7 +323,7 @@ def _reported(steps: Attempts, rows: Rows, control: Tensor, saved: Rows | None, 
     now = control[0]
     rows, control, saved, (accepted, fails) = steps.attempt(rows, control, saved, excluded)
     with torch.no_grad():
-        c, end = split(control), steps.limits.end
+        c, end = unpack_control(control), steps.limits.end
         moved = (accepted & (c.taken > 0)).any()
         rejected, excludes = (now < end).any() & ~moved, (~accepted & (c.failures > 0)).any()
         report = torch.stack([moved, rejected, excludes, fails.any(), (c.now >= end).all()]).long()
@@ -332,9 +333,8 @@ def _reported(steps: Attempts, rows: Rows, control: Tensor, saved: Rows | None, 
 def trajectory(term: ODETerm, y0: State, rows: Rows, saved: Rows | None) -> State:
     """Return the final state, or the trajectory if ``saved`` outputs are given."""
     if saved is None:
-        return term.unflatten(
-            tuple([row.clone() for row in rows[: term.rows]])
-        )  # copies, because the user may change them in place
+        # copies, because the user may change them in place
+        return term.unflatten(tuple([row.clone() for row in rows[: term.rows]]))
     if term.lanes is not None:
         saved = tuple([row.movedim(1, 0) for row in saved])
     made = tuple([torch.cat([a.unsqueeze(0), b]) for a, b in zip(term.flatten(y0), saved, strict=True)])
@@ -345,8 +345,8 @@ def loop(term: ODETerm, method: Method, times: Times, y0: State, settings: Setti
     """Solve in one graph with any number of attempts, for torch.export.
 
     Returns:
-        The final state or the trajectory, which is NaN in lanes whose solve failed; the number of function evaluations;
-        and the reason why the solve failed, or 0, with the shape () or (lanes,).
+        The final state or the trajectory, which is NaN for samples whose solve failed; the number of function
+        evaluations; and the reason why the solve failed, or 0, with the shape () or (batch,).
     """
     options, is_exact = settings.options or {}, settings.save == "exact"
     rows, control, times, spent = start(term, method, times, y0, options.get("first_step"))
@@ -364,7 +364,7 @@ def loop(term: ODETerm, method: Method, times: Times, y0: State, settings: Setti
     def body(count: Tensor, code: Tensor, control: Tensor, *others: Tensor) -> Rows:
         inner = Attempts(term, method, times, is_exact=is_exact)
         rows, control, saved, (_, fails) = inner.attempt(others[:n], control, others[n:] or None, code > 0)
-        why = torch.where(split(control).failures > 0, NOT_FINITE, UNDERFLOW)
+        why = torch.where(unpack_control(control).failures > 0, NOT_FINITE, UNDERFLOW)
         code = torch.where((code == 0) & fails, why, code)
         return tuple([x.clone() for x in (count + 1, code, control, *rows, *(saved or ()))])
 
@@ -379,7 +379,7 @@ def loop(term: ODETerm, method: Method, times: Times, y0: State, settings: Setti
 
 @torch.no_grad()
 def exported(term: ODETerm, method: Method, t: Tensor, y0: State, settings: Settings, *, end_only: bool) -> State:
-    """Return the trajectory or the final state; add a report to the innermost active :class:`Reported`."""
+    """Return the trajectory or the final state; report failures to the innermost active :class:`Reported`."""
     begin, options = t[..., 0], settings.options or {}
     sign, elapsed = torch.where(t[..., -1] >= begin, 1.0, -1.0), abs(t - begin[..., None])
     none = 0.0 * elapsed[..., -1]
@@ -394,8 +394,8 @@ def exported(term: ODETerm, method: Method, t: Tensor, y0: State, settings: Sett
     )  # fmt: skip
     times = Times(torch.stack([none + x for x in limits]), gamma, None if end_only else elapsed[..., 1:])
     solution, *report = loop(term, method, times, y0, settings)
-    if told:
-        told[-1].append(report)
+    if open_reports:
+        open_reports[-1].append(report)
     return solution
 
 
@@ -434,22 +434,22 @@ class Reported(nn.Module):
         if not torch.compiler.is_exporting():
             with count_nfe(self.module) as nfe:
                 return self.module(*args), torch.tensor(nfe.forward), torch.tensor(0)
-        told.append([])
+        open_reports.append([])
         try:
             output = self.module(*args)
         finally:
-            found = told.pop()
+            found = open_reports.pop()
         if not found:
             raise ValueError("Reported has a module without adaptive solves. Fix: export the module itself.")
         spent, codes = zip(*found, strict=True)
         return output, torch.stack(spent).sum(), torch.stack(torch.broadcast_tensors(*codes)).amax(0)
 
 
-told: list[list[list[Tensor]]] = []  # for each active Reported, the reports of its solves
+open_reports: list[list[list[Tensor]]] = []  # for each active Reported, the reports of its solves
 
 
 class Uncounted(Tally):
-    """A counter for a term inside a graph that counts nothing, because evaluations are counted outside the graph."""
+    """A counter that ignores all evaluations, for use inside a graph: they are counted outside the graph."""
 
     def __init__(self) -> None:
         self.started_with = NFE()

@@ -1,7 +1,7 @@
 """The times of a solve: the start, the output times and the jumps of f.
 
 Times are NumPy arrays on the CPU, measured from the start of the solve. Their shape is () if all samples have the same
-times, or (lanes,) if every sample, called a lane, has its own steps.
+times, or (batch,) if samples have different times or steps.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Grid:
     """The times of a solve.
 
     Attributes:
-        begin: initial time, () or (lanes,).
-        sign: 1.0 for solving forward in time, -1.0 for solving backward, () or (lanes,).
-        outputs: output times measured from the start, without the initial time, (T - 1,) or (lanes, T - 1).
-        end: the last output time, () or (lanes,).
-        lanes: the number of samples if they have their own steps, else None.
+        begin: initial time, () or (batch,).
+        sign: 1.0 for solving forward in time, -1.0 for solving backward, () or (batch,).
+        outputs: output times measured from the start, without the initial time, (T - 1,) or (batch, T - 1).
+        end: the last output time, () or (batch,).
+        lanes: the number of samples if their steps may differ, else None.
         furthest: the largest absolute time.
-        near: distance from a jump to the times just before and after it. An output time within this distance counts as
-            on the jump.
-        t: the times as a tensor (T,) or (lanes, T) on the device of the state if they need gradients; else None.
-        jumps: sorted times of the jumps of f, (K,) or (lanes, K), padded with inf; None without jumps. For adaptive
+        near: distance between a jump and the times just before and just after it. An output time within this distance
+            counts as the time of the jump.
+        t: the times as a tensor (T,) or (batch, T) on the device of the state if they need gradients; else None.
+        jumps: sorted times of the jumps of f, (K,) or (batch, K), padded with inf; None without jumps. For adaptive
             steps and for events, the array has two times per jump, just before and just after it.
         ends_on_knots: whether steps end on every sample time of a signal, because the samples need gradients.
     """
@@ -56,7 +56,7 @@ class Grid:
 
     @classmethod
     def of(cls, t: Tensor, like: Tensor, lanes: int | None) -> Grid:
-        """Return the grid for the times ``t``, (T,) or (lanes, T); ``like`` has the dtype and device of the state."""
+        """Return the grid for the times ``t``, (T,) or (batch, T); ``like`` has the dtype and device of the state."""
         needs_gradient = t.requires_grad and torch.is_grad_enabled()
         needs_gradient |= _torch.is_transformed() and _torch.has_tangent(t)
         values = _torch.to_numpy(t)
@@ -74,8 +74,8 @@ class Grid:
         """Return the grid with jumps of f at ``times`` and at ``knots``.
 
         Arguments:
-            times: jumps in the time of the solve.
-            knots: jumps measured from the start, each (K,) or (lanes, K).
+            times: jump times in the user's time t.
+            knots: jump times measured from the start of the solve, each (K,) or (batch, K).
             both_sides: whether each of ``times`` becomes two times, just before and after the jump, as steps that end
                 on jumps need. If False, for fixed steps, jumps within rounding of the start or the end also count.
         """
@@ -89,22 +89,22 @@ class Grid:
 
     @property
     def points(self) -> Any:
-        """The times, with the initial time, (T,) or (T, lanes)."""
+        """The initial time and the output times as times t, (T,) or (T, batch)."""
         if self.t is not None:
             return self.t.movedim(-1, 0)
         times = np.concatenate([np.zeros_like(self.end)[..., None], self.outputs], -1)
         return np.moveaxis(self.begin[..., None] + self.sign[..., None] * times, -1, 0)
 
     def time(self, elapsed: Array) -> Array:
-        """Convert a time ``elapsed`` since the start to the time t, () or (lanes,)."""
+        """Convert a time ``elapsed`` since the start to the time t, () or (batch,)."""
         return self.begin + self.sign * elapsed
 
     def pieces(self, counts: Sequence[int]) -> Iterator[Piece]:
-        """Divide the output intervals at the jumps of f into pieces, each of which gets its own fixed steps.
+        """Divide the output intervals at the jumps of f into pieces; each piece is then divided into equal steps.
 
         Yield for each piece the index of its interval, its start and end, and its number of steps. The number of steps
         is the entry of the interval in ``counts``. Without jumps, a piece is a whole interval, and None replaces its
-        start and end. If a lane has fewer jumps than other lanes, its last pieces have length 0.
+        start and end. If a sample has fewer jumps than others, its last pieces have length 0.
         """
         for interval, count in enumerate(counts):
             if self.jumps is None:
@@ -131,7 +131,7 @@ class Grid:
         return (abs(self.jumps - elapsed[..., None]) <= self.near).any(-1)
 
     def lag(self, begin: Tensor, elapsed: Array, interval: int) -> Tensor | None:
-        """Return 0 with the gradient of ``begin`` in lanes where it is an output time on a jump, or None."""
+        """Return 0 with the gradient of ``begin`` for samples for which it is an output time on a jump, or None."""
         if self.t is None or interval == 0 or not (elapsed == self.outputs[..., interval - 1]).all():
             return None
         return torch.where(to_device(self.is_on_jump(elapsed), self.t), begin - begin.detach(), 0.0)
@@ -177,7 +177,7 @@ class Grid:
 
     @property
     def lane_times(self) -> Tensor:
-        """The times with gradients, (T,) or (lanes, T)."""
+        """The times ``t``, which have gradients, in the shape (T,) or (batch, T)."""
         if self.t is None:
             raise TypeError("the times of this grid have no gradients")
         return self.t if self.lanes is None or self.t.dim() > 1 else self.t.expand(self.lanes, -1)

@@ -42,7 +42,7 @@ class WithIntegral(nn.Module):
 
     @property
     def counted_as(self) -> nn.Module:
-        """The field whose function evaluations are counted."""
+        """The wrapped field. Function evaluations of this field count as evaluations of the wrapped field."""
         return self.field
 
     def start(self, state: State) -> tuple[Tensor, ...]:
@@ -51,7 +51,7 @@ class WithIntegral(nn.Module):
         return (*y, y[0].new_zeros(len(y[0])))
 
     def split(self, *pieces: Tensor) -> tuple[State, Tensor]:
-        """Split a state, or a trajectory of states, into y and the integral q."""
+        """Return the solution y and the integral q, given the tensors of a state (*y, q) or of its trajectory."""
         *y, q = pieces
         return (y[0] if self.single else tuple(y)), q
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hbnode import _torch
 
 RHS = Callable[[Tensor, Tensor], Tensor]  # (t, x) -> f(t, x), with x and f of shape (batch, d)
-_FORWARD_MODE = threading.RLock()  # all threads share torch's one level of forward-mode differentiation
+_FORWARD_MODE = threading.RLock()  # forward-mode differentiation has one level, which all threads share
 Derivatives = tuple[Tensor, Tensor]  # ∂f/∂x of shape (batch, d, d), and ∂f/∂t of shape (batch, d)
 
 
@@ -38,12 +38,12 @@ def derivatives(field: RHS, t: Tensor, x: Tensor, *, create_graph: bool) -> Deri
 def by_vjps(field: RHS, t: Tensor, x: Tensor, *, create_graph: bool) -> Derivatives:
     """Return ∂f/∂x and ∂f/∂t by VJPs of autograd.
 
-    Samples do not interact, so one VJP of the whole batch gives one row of every sample's Jacobian. ∂f/∂t is the
+    Samples do not interact, so one VJP of the whole batch gives one matrix row of every sample's Jacobian. ∂f/∂t is the
     derivative of a VJP with respect to its cotangent. Raise RuntimeError inside torch.utils.checkpoint, which would
     recompute f for each VJP.
     """
     with torch.autograd.graph.disable_saved_tensors_hooks("VJPs of a step do not support saved tensor hooks"):
-        pass  # raises if there are such hooks
+        pass  # raises inside torch.utils.checkpoint, which sets hooks
     with torch.inference_mode(False), torch.enable_grad(), _torch.in_eager_mode() if create_graph else nullcontext():
         # all inputs are pieces of one tensor, so that autograd does not search the graph of earlier steps
         whole = torch.cat([z.flatten() for z in (t, x, torch.zeros_like(x))])

@@ -23,11 +23,8 @@ from hbnode.solve.stepper import Attempt, Setup, Taken
 
 StepFunction = Callable[[Rows, Attempt], Taken]
 
-PLACES = (
-    0.0,
-    TRIALS[0],
-    TRIALS[-1],
-)  # fractions of the time span at which f is evaluated to find the query times of its signals
+# f is evaluated at these fractions of the time span to find the query times of its signals
+QUERIES_AT = (0.0, TRIALS[0], TRIALS[-1])
 UNKNOWN_QUERIES = (
     "func asks a Signal at times that are not one linear function of t for all samples, or one for each sample with "
     "per_sample=True. Steps do not end on its sample times, and may miss its pulses. Fix: "
@@ -42,17 +39,17 @@ class Begun(NamedTuple):
     state: Rows
 
 
-def start_of(setup: Setup, y0: Any, *, asks_signals: bool = True) -> Begun:
+def start_of(setup: Setup, y0: Any, *, ends_on_signals: bool = True) -> Begun:
     """Return the method's initial state, and the setup with the jumps of f.
 
-    If ``asks_signals``, the sample times of the signals that the field evaluates are added to the jumps.
+    If ``ends_on_signals``, the sample times of the signals that the field evaluates are added to the jumps.
     """
     term, settings, grid = setup.stepper.term, setup.settings, setup.grid
     rows, is_fixed = term.flatten(y0), settings.steps is not None
     if not setup.stepper.method.is_fsal:
         return Begun(setup, rows)
     t = setup.stepper.no_times[0]
-    asked: list[tuple[Signal, Tensor]] = []
+    recorded: list[tuple[Signal, Tensor]] = []
     if term.wants_time:
         first = grid.points[0]
         if is_fixed and grid.jumps is not None:
@@ -60,66 +57,68 @@ def start_of(setup: Setup, y0: Any, *, asks_signals: bool = True) -> Begun:
         (t,) = term.stages([first])
     if term.traced:
         return Begun(setup, (*rows, term(t, rows[0])))
-    before, queries.asked = queries.asked, asked
+    before, queries.recorded = queries.recorded, recorded
     try:
         state = (*rows, term(t, rows[0].clone()))  # a copy, because f may change its input in place
     finally:
-        queries.asked = before
-    if (settings.jump_times or asked) and not is_fixed and asks_signals:
-        ends_on_knots = torch.is_grad_enabled() and any(signal.u.requires_grad for signal, _ in asked)
+        queries.recorded = before
+    if (settings.jump_times or recorded) and not is_fixed and ends_on_signals:
+        ends_on_knots = torch.is_grad_enabled() and any(signal.u.requires_grad for signal, _ in recorded)
         grid = dataclasses.replace(grid, ends_on_knots=ends_on_knots)
-        grid = grid.with_jumps(settings.jump_times, _knots(setup, asked, t, rows[0]), both_sides=True)
+        grid = grid.with_jumps(settings.jump_times, _knots(setup, recorded, t, rows[0]), both_sides=True)
         setup = dataclasses.replace(setup, grid=grid)
     return Begun(setup, state)
 
 
-def _knots(setup: Setup, asked: Sequence[tuple[Signal, Tensor]], t: Tensor, x: Tensor) -> list[Array]:
-    """Return the times since the start at which the query times of signals reach their sample times.
+def _knots(setup: Setup, recorded: Sequence[tuple[Signal, Tensor]], t: Tensor, x: Tensor) -> list[Array]:
+    """Return the times since the start at which f evaluates a signal at one of the signal's sample times.
 
-    The result has one array (K,) or (lanes, K) per signal. ``asked`` holds the signals that f evaluated at the time t,
-    with their query times. If the query time is t itself or a view of it, the knots are the sample times. Otherwise two
-    further evaluations of f determine the query time as a linear function of t.
+    The result has one array (K,) or (batch, K) per signal. The time at which f evaluates a signal is its query time.
+    ``recorded`` holds the signals that f evaluated at the time t, with their query times. If the query time is t itself
+    or a view of it, the knots are the sample times. Otherwise two further evaluations of f determine the query time as
+    a linear function of t.
     """
     term, grid = setup.stepper.term, setup.grid
-    if not asked or not term.wants_time:
+    if not recorded or not term.wants_time:
         return []
-    address, *asked_at = (_torch.plain(x).untyped_storage()._cdata for x in (t, *(q for _, q in asked)))
-    if all(place == address for place in asked_at):
-        return [grid.sign[..., None] * (np.array(signal.knots) - grid.begin[..., None]) for signal, _ in asked]
-    queries_at, before = [[q for _, q in asked]], queries.asked
+    address, *addresses = (_torch.plain(x).untyped_storage()._cdata for x in (t, *(q for _, q in recorded)))
+    if all(place == address for place in addresses):
+        return [grid.sign[..., None] * (np.array(signal.knots) - grid.begin[..., None]) for signal, _ in recorded]
+    queries_at, before = [[q for _, q in recorded]], queries.recorded
     try:
-        for place in PLACES[1:]:
-            queries.asked = []
-            term.trial(term.stages([grid.time(place * grid.end)])[0], x.clone())
-            queries_at.append([q for _, q in queries.asked])
+        for fraction in QUERIES_AT[1:]:
+            queries.recorded = []
+            term.trial(term.stages([grid.time(fraction * grid.end)])[0], x.clone())
+            queries_at.append([q for _, q in queries.recorded])
     finally:
-        queries.asked = before
+        queries.recorded = before
     found = []
-    for k, (signal, _) in enumerate(asked):
+    for k, (signal, _) in enumerate(recorded):
         times = [_torch.to_numpy(at_place[k]).reshape(-1) for at_place in queries_at if k < len(at_place)]
         found.append(_knots_of(setup, signal, times))
     return [knots for knots in found if knots is not None]
 
 
-def _knots_of(setup: Setup, signal: Signal, asked: list[Array]) -> Array | None:
-    """Return the times since the start at which the query time of one signal reaches its sample times, or None.
+def _knots_of(setup: Setup, signal: Signal, recorded: list[Array]) -> Array | None:
+    """Return the times since the start at which f evaluates ``signal`` at one of its sample times, or None.
 
-    ``asked`` holds its query times when f is evaluated at the fractions :data:`PLACES` of the time span.
+    ``recorded`` holds the times at which f queries the signal if f is called at the fractions :data:`QUERIES_AT` of the
+    time span.
     """
     grid, lanes = setup.grid, setup.stepper.term.lanes
-    slack = 64 * torch.finfo(setup.stepper.like.dtype).eps * max(abs(q).max() for q in asked)
-    if all(q.shape == asked[0].shape and (abs(q - asked[0]) <= slack).all() for q in asked):
+    slack = 64 * torch.finfo(setup.stepper.like.dtype).eps * max(abs(q).max() for q in recorded)
+    if all(q.shape == recorded[0].shape and (abs(q - recorded[0]) <= slack).all() for q in recorded):
         return None  # the query time does not depend on t
-    is_known = len(asked) == len(PLACES) and asked[0].size in (1, lanes)
+    is_known = len(recorded) == len(QUERIES_AT) and recorded[0].size in (1, lanes)
     if is_known:
-        q0, q1, q2 = (q.reshape(grid.end.shape) if q.size == grid.end.size else q for q in asked)
-        is_known = bool((abs((q2 - q0) * PLACES[1] - (q1 - q0) * PLACES[2]) <= slack).all())
+        q0, q1, q2 = (q.reshape(grid.end.shape) if q.size == grid.end.size else q for q in recorded)
+        is_known = bool((abs((q2 - q0) * QUERIES_AT[1] - (q1 - q0) * QUERIES_AT[2]) <= slack).all())
     if not is_known:
         if "max_step" not in (setup.settings.options or {}) and not setup.settings.jump_times:
             warnings.warn(UNKNOWN_QUERIES, stacklevel=2)
         return None
     with np.errstate(all="ignore"):
-        knots: Array = (np.array(signal.knots) - q0[..., None]) / ((q1 - q0) / (PLACES[1] * grid.end))[..., None]
+        knots: Array = (np.array(signal.knots) - q0[..., None]) / ((q1 - q0) / (QUERIES_AT[1] * grid.end))[..., None]
     return knots
 
 
@@ -127,9 +126,9 @@ class Solution(NamedTuple):
     """The solution of a solve.
 
     Attributes:
-        rows: the rows of the state at all times, each (T, elements) or (T, lanes, elements).
+        rows: the tensors of the solution at all times, each (T, elements) or (T, batch, elements).
         events: the steps of a solve with events, which record the events; else None.
-        owned: the objects that the backward pass needs, and to which the graph has only weak references.
+        owned: the objects that the backward pass needs. The graph has only weak references to them.
     """
 
     rows: Rows
@@ -158,9 +157,7 @@ def integrate(begun: Begun, take: StepFunction | None = None, *, every: int = 1_
         else:
             control = adaptive.control
             accepted = adaptive.accept(attempt, state, taken)
-        moves = (
-            adaptive is None or (accepted & (adaptive.control.taken > 0)).any()
-        )  # whether an unfinished lane accepts
+        moves = adaptive is None or (accepted & (adaptive.control.taken > 0)).any()  # whether any sample moves
         if accepted is True or accepted.all():
             state = taken.state
         elif adaptive is not None and moves:
@@ -183,7 +180,7 @@ def integrate(begun: Begun, take: StepFunction | None = None, *, every: int = 1_
 
 def fixed_steps(setup: Setup, every: int) -> Iterator[Attempt]:
     """Yield the fixed steps of a solve as attempts; each holds at most ``every`` equal steps of one output interval."""
-    stepper, grid, number, times = setup.stepper, setup.grid, 0, setup.grid.points  # (T,) or (T, lanes)
+    stepper, grid, number, times = setup.stepper, setup.grid, 0, setup.grid.points  # (T,) or (T, batch)
     term, method, no_times = stepper.term, stepper.method, stepper.no_times
     nodes, every = method.nodes, 1 if open_records else every
     for interval, part, count in grid.pieces(setup.counts):
@@ -221,7 +218,7 @@ def fixed_steps(setup: Setup, every: int) -> Iterator[Attempt]:
 
 
 class SavedOutputs:
-    """The rows at the output times, in the order in which they are computed, with the index of each output in them."""
+    """The states at the output times, stored in the order in which they are computed, with the index of each output."""
 
     def __init__(self, setup: Setup, state: Rows) -> None:
         self.setup, self.grid, rows = setup, setup.grid, state[: setup.stepper.term.rows]
@@ -241,7 +238,7 @@ class SavedOutputs:
             self._add_at_start(state, at_start)
 
     def _add_at_start(self, state: Rows, at_start: Array) -> None:
-        """Add outputs at times t equal to the initial time t_0, as y + (t - t_0) y', which has gradients for t."""
+        """Add outputs at times t that equal the initial time t_0, as y + (t - t_0) y', which has a gradient for t."""
         outputs, lanes = np.nonzero(at_start[1:])
         if not len(lanes):
             return
@@ -254,9 +251,9 @@ class SavedOutputs:
         self.count += len(lanes)
 
     def add(self, rows: Rows, lanes: Array, outputs: Array, accepted: Any = True) -> None:
-        """Add computed rows at output times; they count only in lanes that ``accepted`` the step.
+        """Add the states ``rows`` at output times; they are used only for samples in the mask ``accepted``.
 
-        ``lanes`` and ``outputs`` are the indices of the lane and of the output time of each row.
+        ``lanes`` and ``outputs`` hold the sample index and the output time index of each entry of ``rows``.
         """
         for pieces, row in zip(self.pieces, rows, strict=True):
             pieces.append(row)
@@ -266,9 +263,9 @@ class SavedOutputs:
             self.count += len(good)
 
     def freeze(self, lanes: Array, rows: Rows, now: Array) -> None:
-        """Set the outputs of ``lanes`` after the times ``now`` to ``rows``, the last states of these lanes.
+        """Set the outputs of the samples ``lanes`` after the times ``now`` to ``rows``, their last states.
 
-        ``now`` has one time for every lane of the batch.
+        ``lanes`` holds sample indices; ``now`` (batch,) holds one time for every sample of the batch.
         """
         for pieces, row in zip(self.pieces, rows, strict=True):
             pieces.append(row)

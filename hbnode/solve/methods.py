@@ -1,6 +1,6 @@
 r"""One-step methods: the coefficients of a step and the step itself.
 
-The state of a method is a tuple of *rows*, tensors of one shape: y for :math:`y' = f(t, y)`, and h and m for
+The state of a method is a tuple of tensors of one shape, called *rows*: y for :math:`y' = f(t, y)`, and h and m for
 :math:`h'' + \gamma h' = f`. Explicit methods append the value of f at the end of the step, which is the first stage
 of the next step (first same as last, FSAL). A step is a pure function
 ``step(state, coefficients, times, field) -> StepResult``.
@@ -34,7 +34,7 @@ from hbnode.solve.jacobian import derivatives
 Array = Any  # a NumPy array, or in functions with an argument xp also a tensor
 Rows = tuple[Tensor, ...]
 Times = Sequence[Tensor]  # the times of the function evaluations of a step
-RHS = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
+RHS = Callable[[Tensor, Tensor], Tensor]  # (t, x) -> f, for a tensor x of the state
 
 RADIUS = 2.0  # |z| below which the φ functions are computed by their series
 CAUTION = 2.0  # factor on the error estimate of Rosenbrock methods, which is too small before fast transitions
@@ -47,8 +47,9 @@ class StepResult(NamedTuple):
 
     Attributes:
         state: the state after the step.
-        error: error estimate, stacked over the rows of the state, (rows, ...); None if not requested.
-        columns: the rows at the start and the stage values, stacked, for dense output; None if not requested.
+        error: error estimate, stacked over the tensors of the state, (tensors, ...); None if not requested.
+        columns: the tensors of the state at the start of the step and the stage values, stacked, for dense output; None
+            if not requested.
     """
 
     state: tuple[Tensor, ...]
@@ -64,14 +65,15 @@ class Method:
         tableau: the published coefficients of the method.
         order: order of convergence.
         error_order: order of the embedded solution; None for methods that need fixed steps.
-        rows: number of rows of the state: 1 for y, 2 for h and m.
+        rows: number of tensors of the state: 1 for y, 2 for h and m.
         field: the fields that the method can solve: ``"any"``, or names of classes.
         nodes: times of the function evaluations, as fractions of the step.
         evaluations: number of function evaluations of a step.
         widest_gap: largest gap between neighbouring nodes, with 0 as the first node, as a fraction of the step.
         is_fsal: whether the state ends with the value of the field (first same as last).
         is_reversible: whether :meth:`undo` reverses a step.
-        is_stiff: whether the step size is not limited by strong damping and other fast decay.
+        is_stiff: whether the method is for stiff problems: fast decay, such as strong damping, does not limit its step
+            size.
         needs_fixed_steps: whether the method has no error estimate and therefore no adaptive steps.
         damping_limit: largest allowed γH for a step of size H.
         gradients: the possible values of ``gradient=``.
@@ -112,7 +114,7 @@ class Method:
             xp: NumPy or torch.
             gamma: the damping γ, a NumPy array or a float64 tensor.
             size: the signed step size H, of the same type. Its shape is () if all samples share their steps, or
-                (lanes,) followed by as many dimensions as a γ per channel has. The dimensions ... of the result are
+                (batch,) followed by as many dimensions as a γ per channel has. The dimensions ... of the result are
                 those to which ``gamma`` and ``size`` broadcast.
             error: whether to include the coefficients of the error estimate.
         """
@@ -121,8 +123,8 @@ class Method:
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
         """Convert the array of :meth:`packed` to the argument ``coefficients`` of :meth:`step`.
 
-        ``dims`` is the number of dimensions of the rows. For an SDE, the caller appends the normal variables of the
-        step as the last coefficient.
+        ``dims`` is the number of dimensions of a tensor of the state. The coefficients are reshaped to broadcast with
+        it. For an SDE, the caller appends the normal variables of the step as the last coefficient.
         """
         return broadcasting(packed, dims).unbind(0)
 
@@ -131,29 +133,30 @@ class Method:
     ) -> StepResult:
         """Take one step, with function evaluations at ``times``.
 
-        ``error`` requests the error estimate, and ``dense`` the columns for dense output.
+        ``error`` requests the error estimate, and ``dense`` the columns of :class:`StepResult` for dense output.
         """
         raise NotImplementedError
 
-    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+    def dense_weights(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         """Return the weights of dense output at k positions θ in steps, from 0 to 1.
 
         ``theta`` and ``size`` have the shape (k, ...), where ... are dimensions of a γ per channel. The weights have
-        the shape (k, ..., rows, columns): each row of the state is a sum of ``StepResult.columns`` with these weights.
+        the shape (k, ..., tensors of the state, columns). Each tensor of the state is the weighted sum of
+        ``StepResult.columns``.
         """
         raise NotImplementedError
 
     def undo(self, state: Rows, coefficients: Rows, times: Times, field: RHS) -> Rows:
-        """Reverse a step and return the state before it; for an FSAL method, ``times`` only has the start of the step."""
+        """Reverse a step and return the state before it; for an FSAL method, ``times`` only holds the step's start."""
         raise NotImplementedError
 
 
 class Explicit(Method):
-    r"""A method whose stages are linear in the rows of the state and in the values of the field.
+    r"""A method whose stages are linear in the tensors of the state and in the values of the field.
 
-    The columns K are the rows of the state, of which the last is the value of the field, followed by the values
+    The columns K are the tensors of the state, of which the last is the value of the field, followed by the values
     :math:`F_i = f(t_i, x_i)` of the s stages. Stage i is evaluated at :math:`x_i = \sum_k C_{ik} K_k` with a matrix C
-    of coefficients. The last stage is the new position or state. Further rows of C give the new m and the error
+    of coefficients. The last stage is the new position or state. Further matrix rows of C give the new m and the error
     estimate.
 
     Attributes:
@@ -170,9 +173,10 @@ class Explicit(Method):
         self.layout = {e: (s + n - 1 + n * e, n + 1 + s, order) for e, (_, order, _) in self._order.items()}
 
     def _order_of_use(self, error: bool) -> tuple[np.ndarray, Tensor, list[int]]:
-        """Return the flat indices of the elements of C in the order in which a step uses them, and group sizes.
+        """Return the flat indices of the elements of C in the order in which a step uses them, and the group sizes.
 
-        The first group holds the columns of the state. Each later group is the column of one value of the field.
+        The first group of elements multiplies the tensors of the state. Each later group multiplies one value of the
+        field.
         """
         n, s = self.rows, self.evaluations
         count, width = s + n - 1 + n * error, n + 1 + s
@@ -182,7 +186,7 @@ class Explicit(Method):
         return order, torch.from_numpy(order), [len(first), *map(len, later)]
 
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
-        """Return the matrix C for step sizes (...): (..., rows of C, columns), with the rows of the error estimate."""
+        """Return the matrix C for step sizes of shape (...), with the matrix rows of the error estimate."""
         raise NotImplementedError
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
@@ -199,7 +203,7 @@ class Explicit(Method):
         self, state: Rows, coefficients: Rows, times: Times, field: RHS, *, error: bool = False, dense: bool = False
     ) -> StepResult:
         n, shape, (first, *later) = self.rows, state[0].shape, coefficients
-        uniform = first.dim() == 2  # all elements have the same step size and damping
+        uniform = first.dim() == 2  # all elements of the state have the same step size and damping
         push: Any
         in_place = not torch.is_grad_enabled() and may_look()
         point = torch.stack(state)
@@ -236,7 +240,7 @@ class RungeKutta(Explicit):
         super().__init__(tableau.c[1:], name, tableau)
         weights = np.vstack([strictly_lower(tableau.a)[1:], tableau.error])
         weights_y = np.hstack([np.ones((len(weights), 1)), 0 * weights])
-        weights_y[-1] = 0.0  # the row of the error estimate
+        weights_y[-1] = 0.0  # the matrix row of the error estimate
         weights_f = np.hstack([np.zeros((len(weights), 1)), weights])
         self.constants = constant_arrays(weights_y, weights_f, np.array(tableau.dense).T)
 
@@ -244,7 +248,7 @@ class RungeKutta(Explicit):
         weights_y, weights_f, _ = constants(self.constants, xp, size)
         return weights_y + size[..., None, None] * weights_f
 
-    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+    def dense_weights(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         _, _, dense = constants(self.constants, xp, size)
         weights = size[..., None] * (moveaxis(powers(xp, theta, len(dense) + 1)[1:], 0, -1) @ dense)
         return xp.concatenate([xp.ones_like(weights[..., :1]), weights], -1)[..., None, :]
@@ -288,7 +292,7 @@ class Nystrom(Explicit):
             power = power @ a / 4
 
         def q_h(one: Array, theta: Array, w: np.ndarray) -> np.ndarray:
-            """Return the polynomials of rows of C for h; with one = theta = 0, those of an error estimate."""
+            """Return the polynomials for the matrix rows of C that give h; with one = theta = 0, its error estimate."""
             q = w @ g
             q[0, :, 0] += one
             q[1, :, 0] += theta / 2
@@ -329,7 +333,7 @@ class Nystrom(Explicit):
         scales = stack([1 + none, size + none, size * size + none, gamma + none])[units]
         return values * xp.exp(rates.reshape(-1, *ones) * z)[which] * scales
 
-    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+    def dense_weights(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         q, at, units = constants(self.dense, xp, size)
         z = gamma * (size + 0 * theta)
         none, stack = 0 * z, np.array if xp is np else torch.stack
@@ -400,7 +404,7 @@ class Exponential(Explicit):
         self.powers = len(self.c)
 
         def row(kind: int, end: int, polynomial: np.ndarray) -> np.ndarray:
-            """Return the factors by which the weights are multiplied in the row of C for h (kind 0) or m (kind 1)."""
+            """Return the factors of the weights in the matrix row of C for h (kind 0) or m (kind 1)."""
             found = np.zeros((2, len(ends), self.powers + 2, self.powers + 3))
             found[kind, end, [0, 1], [0, 1]], found[kind, end, 2:, 2:] = 1.0, polynomial
             return found
@@ -419,7 +423,7 @@ class Exponential(Explicit):
         self.constants = constant_arrays(ends, np.stack(rows, -2), row(0, 0, self._interpolant(whole))[0, 0])
 
     def _interpolation(self, values: list[int]) -> np.ndarray:
-        """Return the coefficients (powers, columns) of the polynomial through the values of f with given indices."""
+        """Return the coefficients (powers, columns) of the polynomial through the values of f with these indices."""
         polynomial = np.zeros((self.powers, self.powers + 1))
         nodes = np.append(self.c, self.c[-1])[values]
         polynomial[: len(values), values] = np.linalg.inv(nodes[:, None] ** np.arange(len(values)))
@@ -433,7 +437,7 @@ class Exponential(Explicit):
         """
         weights = (1 / np.arange(1, self.powers + 1)) @ whole
         first, second = np.eye(self.powers + 1)[[0, -1]]
-        moment = weights - (first + second) / 2  # minus the moment of the line between the ends
+        moment = weights - (first + second) / 2  # minus the moment of the straight line between the ends
         other = weights * np.append(self.c, self.c[-1]) - first / 6 - second / 3
         bump, skew = 36 * moment - 60 * other, 120 * other - 60 * moment  # coefficients of θ(1 - θ) and θ²(1 - θ)
         return np.stack([first, second - first + bump, skew - bump, -skew])
@@ -444,7 +448,7 @@ class Exponential(Explicit):
         shape, count = weights.shape[:-3], math.prod(rows.shape[:3])
         return (weights.reshape(*shape, count) @ rows.reshape(count, -1)).reshape(*shape, *rows.shape[3:])
 
-    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+    def dense_weights(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         *_, dense = constants(self.constants, xp, size)
         return (moveaxis(self._weights(xp, gamma, size, theta[..., None]), 0, -3) @ dense)[..., 0, :]
 
@@ -468,7 +472,7 @@ def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
     For :math:`|z| < 2`, where the recursion cancels, φ_k is the series :math:`\sum_j z^j / (j + k)!`.
     """
     is_near = abs(z) < RADIUS
-    near, far = xp.where(is_near, z, 0.0 * z), xp.where(is_near, RADIUS + 0.0 * z, z)  # keep unused values finite
+    near, far = xp.where(is_near, z, 0.0 * z), xp.where(is_near, RADIUS + 0.0 * z, z)  # no overflow
     series = SERIES[:count] if xp is np else torch.from_numpy(SERIES[:count]).to(z)
     near_phi = (series @ powers(xp, near, TERMS).reshape(TERMS, math.prod(z.shape))).reshape(count, *z.shape)
     far_phi = xp.exp(far)
@@ -512,12 +516,12 @@ class Splitting(Method):
         activation, shape = getattr(term.inner, "activation", None), term.template.shape
         if activation is None:
             return self
-        method = copy.copy(self)  # rows may be flat, and σ need not be elementwise
+        method = copy.copy(self)  # the state may be flattened, and σ need not be elementwise
         method.activation = lambda m: activation(m.view(shape)).reshape(m.shape)
         return method
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        """Return the times of the drifts, the factors e^{-γτ} of the kicks and their weights (1 - e^{-γτ})/γ, joined."""
+        """Return the times of the drifts, and e^{-γτ} and (1 - e^{-γτ})/γ for each kick, as one array."""
         drifts, kicks = constants(self.constants, xp, size)
         lengths = size[..., None] * kicks
         z = (gamma * xp.ones_like(size))[..., None] * lengths
@@ -578,7 +582,7 @@ class Rosenbrock(Method):
     is_fsal = is_stiff = True
     gradients = ("checkpoint", "direct")  # no adjoint, because fast decay becomes fast growth backwards in time
     shape: tuple[int, int]  # (samples, unknowns); bind sets this attribute and the following ones
-    places: Tensor | None  # for each element of a matrix (samples, unknowns), its index in a row; None if in order
+    places: Tensor | None  # the index in the flat state of each element of (samples, unknowns); None if in order
     inverse: Tensor
     weights: Tensor
     middle: Tensor
@@ -602,7 +606,7 @@ class Rosenbrock(Method):
         samples = tensors[0].shape[0] if is_batch else 1
         method.rows, method.places = term.rows, None
         method.shape = samples, sum(math.prod(x.shape[is_batch:]) for x in tensors)
-        if term.lanes is None and len(tensors) > 1 and is_batch:  # a flat row is the concatenation of the tensors
+        if term.lanes is None and len(tensors) > 1 and is_batch:  # a flat state is the concatenation of its tensors
             sizes = [x.numel() for x in tensors]
             indices = torch.arange(sum(sizes), device=term.template.device).split(sizes)
             method.places = torch.cat([x.reshape(samples, -1) for x in indices], 1)
@@ -614,7 +618,7 @@ class Rosenbrock(Method):
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
         return xp.stack([size + 0 * gamma, gamma + 0 * size])
 
-    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+    def dense_weights(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         _, b, dense, _ = constants(self.constants, xp, size)
         theta = (theta + 0 * (size + gamma))[..., None]
         weights = theta * b + theta * (1 - theta) * (moveaxis(powers(xp, theta[..., 0], len(dense)), 0, -1) @ dense)
@@ -623,11 +627,11 @@ class Rosenbrock(Method):
         return xp.stack([xp.concatenate([*zeros[:r], weights, *zeros[r:]], -1) for r in range(self.rows)], -2)
 
     def matrix(self, row: Tensor) -> Tensor:
-        """Reshape a row of the state to a matrix (samples, unknowns)."""
+        """Reshape a tensor of the state, y or h or m, to a matrix (samples, unknowns)."""
         return row.reshape(self.shape) if self.places is None else row[self.places]
 
     def row(self, matrix: Tensor, shape: Any) -> Tensor:
-        """Reshape a matrix (samples, unknowns) to a row of the given shape, the inverse of :meth:`matrix`."""
+        """Reshape a matrix (samples, unknowns) to a tensor of the given shape, the inverse of :meth:`matrix`."""
         return matrix.reshape(shape) if self.places is None else matrix.flatten()[self.inverse]
 
     def step(
@@ -689,7 +693,7 @@ class Rosenbrock(Method):
 class FixedStepRungeKutta(Method):
     """An explicit Runge-Kutta method with fixed steps, for torchdiffeq's methods in compiled or exported graphs.
 
-    ``a`` holds the rows of the Runge-Kutta matrix after the first, and ``b`` the weights.
+    ``a`` is the Runge-Kutta matrix without its first matrix row, and ``b`` holds the weights.
     """
 
     rows, needs_fixed_steps = 1, True
@@ -711,14 +715,14 @@ class FixedStepRungeKutta(Method):
 
 
 def broadcasting(packed: Tensor, dims: int) -> Tensor:
-    """Reshape coefficients (coefficients, ...) so that each broadcasts with rows that have ``dims`` dimensions."""
+    """Reshape coefficients (coefficients, ...) so that each broadcasts with a tensor that has ``dims`` dimensions."""
     return packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim())) if packed.dim() > 1 else packed
 
 
 def combined(weights: Tensor, columns: Tensor) -> Tensor:
-    """Return the rows of the state at output times inside steps, (outputs, rows, ...).
+    """Return the states at output times inside steps, (outputs, tensors of the state, ...).
 
-    They are sums of ``columns``, (columns, outputs or 1, ...), with the ``weights`` of :meth:`Method.blend`.
+    They are sums of ``columns``, (columns, outputs or 1, ...), with the ``weights`` of :meth:`Method.dense_weights`.
     """
     if columns.is_cpu:
         if columns.shape[1] == 1 and weights.dim() == 3:
@@ -783,7 +787,7 @@ def moveaxis(x: Array, source: Any, destination: Any) -> Array:
 
 
 def strictly_lower(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """Return the strictly lower triangular matrix A of a tableau, given its rows from the second one on."""
+    """Return the strictly lower triangular matrix A of a tableau, given its matrix rows from the second one on."""
     a = np.zeros((len(rows) + 1, len(rows) + 1))
     for i, row in enumerate(rows):
         a[i + 1, : len(row)] = row
@@ -791,7 +795,7 @@ def strictly_lower(rows: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def constant_arrays(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[Tensor, ...]]:
-    """Return the arrays and tensors with the same values, which are no inference tensors even in inference mode."""
+    """Return the arrays, and tensors with the same values that are never inference tensors."""
     with torch.inference_mode(False):
         return arrays, tuple(torch.from_numpy(np.ascontiguousarray(x)) for x in arrays)
 
@@ -825,8 +829,8 @@ class ForeignMethod:
         return self.kind in ("fixed", "adams")
 
 
-# A new method needs coefficients in tableaus.py, and here its name in NativeMethod, a line in _NATIVE, and a class if no
-# existing class fits.
+# A new method needs coefficients in tableaus.py. In this module it needs its name in NativeMethod, a line in _NATIVE,
+# and a class if no existing class fits.
 NativeMethod = Literal[
     "nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4", "tsit5", "rodas5p"
 ]

@@ -1,4 +1,4 @@
-"""The function :func:`odeint`, which checks its arguments and calls the solver that they select."""
+"""The function :func:`odeint`, which checks its arguments, selects a solver and calls it."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from hbnode.solve.stepper import STRONG_DAMPING, Attempt, Setup, Taken, first_in
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_heavy_ball, snapshot_of, solving, unwrap_compiled
 
 logger = logging.getLogger("hbnode")
-LONGEST_GRID = 64  # function evaluations in one compiled program
+LONGEST_GRID = 64  # largest number of function evaluations in a compiled solve with fixed steps
 
 StateT = TypeVar("StateT", bound=State)
 
 
-# The result has the structure of y0; with events it is the pair of the solution and the record of the events.
+# The overloads: the result has the structure of y0; with events it is a pair of the solution and the event record.
 @overload
 def odeint(
     field: Callable[[Tensor, StateT], State], y0: StateT, t: Times, *, method: Method | None = None,
@@ -98,11 +98,12 @@ def odeint(
 ) -> State | tuple[State, EventRecord | tuple[EventRecord, ...]]:
     r"""Solve :math:`y' = \mathrm{field}(t, y),\; y(t_0) = y_0` and return y at the times ``t``.
 
-    The defaults are not torchdiffeq's: rtol and atol are 1e-5 (there 1e-7 and 1e-9), and the method is a native one
-    (there ``"dopri5"``). :mod:`hbnode.torchdiffeq` has the functions, arguments and defaults of torchdiffeq.
+    The defaults differ from those of torchdiffeq: rtol and atol are 1e-5 (torchdiffeq: 1e-7 and 1e-9), and the method
+    is a native method of hbnode (torchdiffeq: ``"dopri5"``). :mod:`hbnode.torchdiffeq` has the functions, arguments and
+    defaults of torchdiffeq.
 
     An adaptive method accepts a step if the root mean square of error / (atol + rtol * max \|y\|) is at most 1. The
-    maximum is over the two ends of the step, the mean over all elements of the batch and of the state's tensors. By
+    maximum is over the two ends of the step. The mean is over all elements of the batch and of the state's tensors. By
     default, outputs inside a step are interpolated within the tolerance (dense output), without further function
     evaluations.
 
@@ -118,17 +119,17 @@ def odeint(
             samples have their own times or steps.
         y0: state at ``t[0]``: a floating-point tensor (batch, ...), or a tuple of such tensors.
         t: times (T,), strictly increasing or strictly decreasing. Native methods also take (batch, T), one row of times
-            per sample, in which times may repeat. The field gets them in the dtype of the state; late times that it
-            rounds too coarsely for the length of the solve are refused. The gradient with respect to t assumes that
-            each step ends at a constant fraction of its output interval; jumps of f stay fixed. (torchdiffeq's adaptive
-            methods with ``"direct"`` differentiate their interpolation instead, which is much less accurate than their
-            values.)
+            per sample, in which times may repeat. The field gets times in the dtype of the state. If this dtype rounds
+            large times too coarsely for the length of the solve, a ValueError is raised. The gradient with respect to t
+            assumes that each step ends at a constant fraction of its output interval; jumps of f stay fixed.
+            (torchdiffeq's adaptive methods with ``"direct"`` differentiate their interpolation instead. Its derivative
+            is much less accurate than their solution.)
         method: name of the solver; :func:`hbnode.methods` lists all names and orders. Default: None, which selects a
-            native method. For an HBNODE it is ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``. It is
-            ``"exponential"`` if the HBNODE's damping is constant and exceeds 50 / (length of the solve). With ``steps``
-            the damping does not affect the choice. All other fields use ``"tsit5"``, including an HBNODE that has hooks
-            or overrides ``forward`` or ``__call__``. It is never ``"rodas5p"``, the method for stiff equations. With
-            ``gradient="reversible"`` it is ``"blanes_moan4"``.
+            native method. For an HBNODE it selects ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``. If the damping
+            of the HBNODE is constant and exceeds 50 / (length of the solve), it selects ``"exponential"``; with
+            ``steps`` the damping does not affect the choice. For all other fields it selects ``"tsit5"``, also for an
+            HBNODE that has hooks or overrides ``forward`` or ``__call__``. With ``gradient="reversible"`` it selects
+            ``"blanes_moan4"``. It never selects ``"rodas5p"``, the method for stiff equations.
         rtol: relative tolerance of adaptive methods. Default: 1e-5.
         atol: absolute tolerance of adaptive methods, in the units of the state. Default: 1e-5.
         gradient: how gradients are computed. Default: None, which is ``"checkpoint"`` for native methods and
@@ -143,34 +144,33 @@ def odeint(
               steps of a splitting method.
             - ``"adjoint"`` solves the adjoint ODE backwards, in memory that does not grow with the number of steps.
               Over a solve of length T, a damping γ amplifies errors of the backward solve by e^{γT}. Native methods
-              raise ``ReversalError`` if the backward solve misses y0 or an output. The backward solve has common steps
-              for the whole batch, also with ``per_sample=True`` or t of shape (batch, T).
+              raise ``ReversalError`` if the backward solve misses y0 or an output. The whole batch shares the steps of
+              the backward solve, also with ``per_sample=True`` or t of shape (batch, T).
         steps: number of equal steps in each output interval, for native methods and for torchdiffeq's methods with
-            fixed steps. An interval with ``jump_times`` inside has that many in each of its parts. The sample times of
-            a :class:`hbnode.Signal` do not divide an interval. Tolerances are then ignored. The splitting methods need
-            it; torchdiffeq's methods with fixed steps take one step per interval without it. Default: None, which means
-            adaptive steps.
-        per_sample: whether each sample has its own step sizes (native methods). Its solution is then independent of
-            the other samples of the batch, up to rounding errors of f. In both cases one call of f evaluates all
-            samples. Default: False, which means one step size for the whole batch.
+            fixed steps. The tolerances are then ignored. ``jump_times`` divide an interval into pieces, each of which
+            has this number of steps; the sample times of a :class:`hbnode.Signal` do not. The splitting methods need
+            ``steps``. Without it, torchdiffeq's methods with fixed steps take one step per interval. Default: None,
+            which means adaptive steps.
+        per_sample: whether each sample has its own step sizes (native methods). The solution of a sample is then
+            independent of the other samples of the batch, up to rounding errors of f. In both cases one call of f
+            evaluates all samples. Default: False, which means one step size for the whole batch.
         save: ``"interpolate"``: adaptive steps do not stop at output times, and outputs are interpolated within the
-            tolerance. ``"exact"``: a step ends at each output time. torchdiffeq's methods interpolate to order 4, which
-            for dopri8 can be far less accurate than the tolerance. Default: ``"interpolate"``.
-        jump_times: times (K,) at which f or its derivative jumps, or at which a narrow pulse of f begins or ends; steps
-            end on them. The last evaluation before a jump is just before it, and the first one after it just after it.
-            Adaptive native methods also use the sample times of a :class:`hbnode.Signal` in f. Default: None.
+            tolerance. ``"exact"``: a step ends at each output time. The interpolation of torchdiffeq's methods has
+            order 4, which for dopri8 can be far less accurate than the tolerance. Default: ``"interpolate"``.
+        jump_times: times (K,) at which f or its derivative jumps, or at which a narrow pulse of f begins or ends. Steps
+            end on these times. f is evaluated just before and just after each of them. Adaptive native methods also use
+            the sample times of a :class:`hbnode.Signal` in f. Default: None.
         events: an :class:`hbnode.Event`, or a list of them, for native methods. Each sample then has its own steps,
             which end on its events. All values of ``gradient`` except ``"reversible"`` support events. Default: None.
         max_steps: largest number of accepted and rejected steps of an adaptive method in one forward or backward pass.
             With ``save="exact"`` and with torchdiffeq's methods, each output interval after the first adds one step to
-            this limit. The adjoint of native methods applies the limit to each output interval. If a method does not
-            report its steps (``"scipy_solver"``), the limit applies to function
-            evaluations. Otherwise, fixed steps are not limited. Default: 10000.
-        options: further options of the method. Native methods have the lengths of time ``first_step``, ``max_step`` and
-            ``min_step``, and ``max_nfe``, the largest number of function evaluations of a solve. Set ``max_step`` if f
-            has pulses narrower than a tenth of the time span: a pulse between two evaluations of f is missed without an
-            error. torchdiffeq's methods have their own options.
-            Default: None.
+            this limit. The adjoint of native methods applies the limit to each output interval. For ``"scipy_solver"``,
+            which does not report its steps, the limit applies to function evaluations. Fixed steps are not limited.
+            Default: 10000.
+        options: further options of the method. Native methods have ``first_step``, ``max_step`` and ``min_step``, step
+            sizes in units of time, and ``max_nfe``, the largest number of function evaluations of a solve. Set
+            ``max_step`` if f has pulses narrower than a tenth of the time span: a pulse between two evaluations of f is
+            missed without an error. torchdiffeq's methods have their own options. Default: None.
         adjoint_options: torchdiffeq's options of the backward solve, added to those of the forward solve.
             Default: None, which is ``{"norm": "seminorm"}``; ``{}`` is torchdiffeq's own default, used in the papers.
         compile: whether to compile the steps of a native method and their gradients with torch.compile. It needs an
@@ -178,15 +178,16 @@ def odeint(
             solve runs without compilation. Default: False.
 
     Returns:
-        The states at the times, time first: (T, batch, ...), in the structure of ``y0``. With ``events``, the pair
+        The states at the times ``t``, (T, batch, ...), in the structure of ``y0``. With ``events``, the pair
         ``(solution, record)``, where ``record`` is an :class:`~hbnode.solve.EventRecord` for an Event, and a tuple of
-        records for a list. An output at the time of an event is the state before or after the jump, by rounding.
+        records for a list. An output at the time of an event is the state before or after the jump, depending on
+        rounding errors.
 
     Raises:
         ValueError: an argument is out of its range, or the field returns another shape.
         TypeError: an argument has the wrong type or dtype.
         SolverError: the solve failed; the error has the time, the step size and the number of function evaluations.
-            Its subclasses are the following errors.
+            The following errors are its subclasses.
         NonFiniteError: the state, the field or the adjoint became infinite or NaN.
         DivergenceError: the solution grows without bound before the end of the solve.
         StepSizeUnderflowError: no step size meets the tolerance.
@@ -218,7 +219,7 @@ def solve(
     field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, *, end: bool = False,
     events: Any = None,
 ) -> Any:  # fmt: skip
-    """Solve as :func:`odeint` does, and add evaluations and steps to ``nfe``; ``end`` returns only the last state."""
+    """Solve as :func:`odeint` does, and count evaluations and steps in ``nfe``; ``end`` returns only the last state."""
     if not is_tracing():
         return _solve(field, y0, t, settings, nfe, end, events)
     if events is None and is_traceable(settings):
@@ -258,7 +259,7 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
 def _solve_natively(
     setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snapshot, key: Any
 ) -> tuple[State, tuple[EventRecord, ...] | None]:
-    """Solve as :func:`run` does, by compiled graphs if ``compile`` is true and if they can solve."""
+    """Solve as :func:`run` does, but by compiled graphs if ``compile`` is True and the graphs support the solve."""
     settings, gradient = setup.settings, gradient_mode(setup.settings.gradient)
     if settings.compile and _torch.may_look():
         setup, found = _compiled(setup, field, y0, t, snapshot, getattr(gradient, "keep_bytes", None), key)
@@ -270,7 +271,7 @@ def _solve_natively(
 def native_setup(
     field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, events: Sequence[Event], *, end_only: bool
 ) -> Setup:
-    """Return the setup of a solve with a native method, whose settings are resolved."""
+    """Return the setup of a solve with a native method; ``settings`` are those that :func:`resolve` returns."""
     method, template = METHODS[settings.method], parts(y0)[0]
     if any(hasattr(field, name) for name in torchdiffeq_methods.CALLBACKS):
         torchdiffeq_methods.warn_of_callbacks(field, settings.method, torchdiffeq_methods.CALLBACKS)
@@ -278,7 +279,7 @@ def native_setup(
         raise ValueError(
             f"method={settings.method!r} with events has no gradient of t. Fix: t.detach(), or method='nystrom4'."
         )
-    lanes, is_empty = None, template.shape[:1] == (0,)  # an empty batch has no steps per sample
+    lanes, is_empty = None, template.shape[:1] == (0,)  # an empty batch has no samples with different steps
     if t.dim() == 2 or events or (settings.per_sample and settings.steps is None and not is_empty):
         lanes = count_samples(y0, t, settings)
     term = ODETerm(field, y0, counter, second_order=is_second_order(settings.method, field), lanes=lanes)
@@ -289,7 +290,7 @@ def native_setup(
 
 
 def run(setup: Setup, y0: State, snapshot: Snapshot, gradient: Any) -> tuple[State, tuple[EventRecord, ...] | None]:
-    """Solve with a gradient mode; return the solution, at all times or at the end, and the records of its events."""
+    """Solve with a gradient mode; return the trajectory or the final state, and the records of events or None."""
     term = setup.stepper.term
     with solving(snapshot, term.template.device.type):
         rows, steps, objects = gradient.solve(setup, y0, snapshot)
@@ -301,11 +302,12 @@ def run(setup: Setup, y0: State, snapshot: Snapshot, gradient: Any) -> tuple[Sta
 
 
 def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = None) -> Settings:
-    """Return the settings with method and gradient filled in for a field and the times ``t`` of a solve.
+    """Return the settings with defaults for ``method`` and ``gradient``, chosen for a field and its times ``t``.
 
-    For an HBNODE, the Nyström order is that with fewer function evaluations at the tolerance in the benchmarks. A
-    constant damping that is strong over the span of ``t`` selects ``"exponential"``, the only adaptive method whose
-    steps it does not limit. Times on a GPU are not read for this choice, because reading them would wait for the GPU.
+    For an HBNODE, the choice is the Nyström method that needs fewer function evaluations at the given tolerance in the
+    benchmarks. If the damping is constant and strong over the span of ``t``, the choice is ``"exponential"``, the only
+    adaptive method whose step size the damping does not limit. Times on a GPU are not read for this choice, because
+    reading them would synchronise the device.
     """
     method, gradient = settings.method, settings.gradient
     if method is not None:
@@ -332,7 +334,7 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
 
 
 def is_second_order(method: str, field: Callable[..., Any]) -> bool:
-    """Return whether a method solves h'' + γh' = f(h, t) of the field, with the rows h and m."""
+    """Return whether a method solves the field as the second-order equation h'' + γh' = f(h, t)."""
     known = TRACEABLE[method]
     return known.rows == 2 or (isinstance(known, Rosenbrock) and is_heavy_ball(field, HBNODE))
 
@@ -366,9 +368,11 @@ def check_field(method: str, field: Callable[..., Any]) -> None:
 def _compiled(
     setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snapshot, keep_bytes: int | None, key: Any
 ) -> tuple[Setup, State | None]:
-    """Solve by graphs if they have the step size control or all steps; otherwise return a setup with a compiled step.
+    """Solve by compiled graphs if they can include the step size control or all fixed steps.
 
-    Return the trajectory, too, or its end if the setup is ``end_only``, or None if the setup still has to be solved.
+    Returns:
+        The setup, and the trajectory or the final state. The solution is None if no graph supports the whole solve. The
+        caller then solves with the returned setup, which has a compiled step if possible.
     """
     if setup.events:
         compiled.warn("events are searched for in Python", "leave compile out")
@@ -379,7 +383,7 @@ def _compiled(
 
 
 def _compiled_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snapshot) -> tuple[Setup, State | None]:
-    """Solve with one compiled program if there are few fixed steps; otherwise return a setup with a compiled step."""
+    """Solve by one compiled function if there are few fixed steps; otherwise return a setup with a compiled step."""
     settings, stepper, method, term = setup.settings, setup.stepper, setup.stepper.method, setup.stepper.term
     if not stepper.like.numel():
         return setup, None
@@ -419,7 +423,7 @@ def _compiled_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Sn
 def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
     """Return the batch size for a solve in which samples have their own times or steps.
 
-    Raise ValueError if the state has no batch dimension or the gradient mode needs common steps.
+    Raise ValueError if the state has no batch dimension, or if the batch must share its steps in this gradient mode.
     """
     what = "t of shape (batch, T)" if t.dim() == 2 else "per_sample=True" if settings.per_sample else "events="
     tensors = parts(y0)
@@ -436,8 +440,8 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
 def is_traceable(settings: Settings) -> bool:
     """Return whether a solve can be recorded in one graph of torch.compile, torch.export or torch.jit.trace.
 
-    Fixed steps can, and for torch.export the adaptive steps of explicit methods. Exported graphs ignore the gradient
-    modes that save memory, that is, all except ``"direct"``. torch.compile runs these modes, and solves inside
+    Solves with fixed steps can be recorded; torch.export also records adaptive steps of explicit methods. Exported
+    graphs ignore all gradient modes except ``"direct"``. torch.compile runs the other modes, and solves inside
     ``count_nfe``, outside its graphs.
     """
     method, is_exporting = settings.method, torch.compiler.is_exporting()
@@ -454,8 +458,8 @@ def is_traceable(settings: Settings) -> bool:
 
 
 def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings, counter: Tally, end: bool) -> State:
-    """Solve by tensor operations only, so that a graph can record the solve; adaptive steps have no gradients."""
-    snapshot, is_fixed = Snapshot(field, for_backward=False), settings.steps is not None  # a graph calls no field again
+    """Solve by operations that a graph can record; the recorded adaptive steps have no gradients."""
+    snapshot, is_fixed = Snapshot(field, for_backward=False), settings.steps is not None  # a graph has no backward
     y0 = checked_state(field, y0, snapshot)
     settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
     device = parts(y0)[0].device
@@ -480,7 +484,7 @@ def check_damping(setup: Setup, field: Callable[..., Any]) -> None:
     damping, reach = (setup.stepper.strongest, limit) if limit < math.inf else (constant_damping(field), 4.0)
     span = float(end.max()) if damping and end.size else 0.0
     needed = damping * span / (1.0 if limit < math.inf else reach)
-    if not needed >= settings.max_steps:  # a NaN is reported by the solve
+    if not needed >= settings.max_steps:  # if the damping is NaN, the solve raises an error
         return
     if is_heavy_ball(field, HBNODE):
         advice = "method='exponential', which solves the damping exactly"
@@ -494,10 +498,10 @@ def check_damping(setup: Setup, field: Callable[..., Any]) -> None:
 
 
 def check_finite(setup: Setup, y0: State, rows: Rows) -> None:
-    """Raise NonFiniteError if a solution ``rows`` with fixed steps is not finite.
+    """Raise NonFiniteError if a solution ``rows``, computed with fixed steps, is not finite.
 
-    Fixed steps are checked only after the solve. If the check fails, a second solve finds the first step that is not
-    finite.
+    Fixed steps are checked only after the solve. If the solution is not finite, a second solve finds the first step
+    that is not finite.
     """
     if is_finite(rows):
         return
@@ -522,24 +526,24 @@ def check_finite(setup: Setup, y0: State, rows: Rows) -> None:
 
 
 def traced_times(t: Times, device: torch.device) -> Tensor:
-    """Return ``t`` as a float64 tensor on ``device``; only Python numbers are checked to be ordered."""
+    """Convert ``t`` to a float64 tensor on ``device``; raise ValueError if Python numbers are not ordered."""
     if isinstance(t, (Tensor, np.ndarray)):
         return torch.as_tensor(t).to(device, torch.float64)
     given = list(t)
     if any(isinstance(time, Tensor) for time in given):
         return torch.stack([torch.as_tensor(time, dtype=torch.float64, device=device).reshape(()) for time in given])
-    if isinstance(given[0], (list, tuple)):  # a row for each sample
+    if isinstance(given[0], (list, tuple)):  # one row of times per sample
         return torch.tensor(given, dtype=torch.float64, device=device)
     times = [float(time) for time in given]
     rising, falling = ([sign * times[i] < sign * times[i + 1] for i in range(len(times) - 1)] for sign in (1, -1))
     if not (all(rising) or all(falling)):
         raise ValueError(f"t must be strictly increasing or strictly decreasing, got {times}. Fix: sort the times.")
     one = torch.ones((), dtype=torch.float64, device=device)
-    return torch.stack([one * time for time in times])  # in a graph of any times; torch.tensor would fix them
+    return torch.stack([one * time for time in times])  # torch.tensor would make the times constant in the graph
 
 
 def checked_span(t_span: Sequence[float]) -> tuple[float, float]:
-    """Return the start and end of ``t_span`` as floats, checked to be finite and different."""
+    """Return the start and end of ``t_span`` as floats; raise an error if they are not finite or not different."""
     if not isinstance(t_span, Sequence) or any(isinstance(t, Tensor) for t in t_span):
         raise TypeError(
             f"t_span must be two numbers (t0, T), got {t_span!r}. Fix: (0.0, 1.0); learned times go to block(x, t)."
@@ -561,9 +565,9 @@ def check_precision(rtol: float, dtype: torch.dtype) -> None:
 
 
 def checked_state(field: Callable, y0: State, snapshot: Snapshot) -> State:
-    """Return the initial state after checking the field, and the structure and dtypes of the state.
+    """Return the initial state; raise an error if the field, or the structure or dtypes of the state, are invalid.
 
-    Under autocast, return half-precision tensors in float32.
+    Under autocast, half-precision tensors of the state are converted to float32.
     """
     if not isinstance(field, nn.Module):
         if not callable(field):
@@ -581,7 +585,7 @@ def checked_state(field: Callable, y0: State, snapshot: Snapshot) -> State:
             f"the state must be floating point and of one dtype, got {', '.join(map(str, dtypes))}. "
             f"Fix: {'torch.view_as_real(x)' if dtype.is_complex else 'x.float() or x.double(), of each part'}."
         )
-    if _torch.is_autocast(tensors[0]):  # only networks run in half precision
+    if _torch.is_autocast(tensors[0]):  # autocast applies to networks, not to states
         return apply(lambda part: part.float() if part.element_size() < 4 else part, y0)
     if snapshot.dtypes and dtype not in snapshot.dtypes:
         kinds = ", ".join(map(str, snapshot.dtypes))
@@ -606,10 +610,14 @@ def _not_a_state(y0: object, field: Callable) -> str:
 
 
 def checked_times(t: Times, device: torch.device, *, rows: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``t`` as a tensor (T,), checked to be finite and ordered; with ``rows``, it may also be (batch, T).
+    """Convert ``t`` to a tensor (T,); raise an error if the times are not finite or not ordered.
 
-    With ``rows``, for native methods, the tensor is on the CPU, which plans the steps. Otherwise it is on ``device``.
-    ``dtype`` is that of the state if the field or an event gets the times in it.
+    Arguments:
+        t: the times.
+        device: the device of the result if ``rows`` is False.
+        rows: whether the method is native. The times may then have the shape (batch, T), and the result is on the CPU,
+            where steps are planned.
+        dtype: the dtype of the state if the field or an event function gets times in this dtype, else None.
     """
     t = as_times(t, device)
     if t.dim() != 1 and not (rows and t.dim() == 2):
@@ -630,7 +638,7 @@ def checked_times(t: Times, device: torch.device, *, rows: bool, dtype: torch.dt
 
 
 def as_times(t: Times, device: torch.device) -> Tensor:
-    """Return times of any kind as a tensor of real numbers; one of the numbers may be a tensor with a gradient."""
+    """Convert times to a tensor of real numbers; a sequence may contain scalar tensors that require gradients."""
     if isinstance(t, Tensor):
         if not t.is_floating_point():
             return check_real(t, "t").to(torch.float64)
@@ -640,11 +648,11 @@ def as_times(t: Times, device: torch.device) -> Tensor:
             )
         return t
     kind = type(t).__name__
-    t = t.to_numpy() if hasattr(t, "to_numpy") else t  # iterating over a DataFrame gives its columns
+    t = t.to_numpy() if hasattr(t, "to_numpy") else t  # iterating over a DataFrame gives column names
     if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict, set, frozenset)):
         fix = f"[0.0, {t}]" if isinstance(t, numbers.Real) else "a tensor or a list of numbers"
         raise TypeError(f"t must be times, a tensor or a sequence, got {kind}. Fix: {fix}.")
-    given = t.copy() if isinstance(t, np.ndarray) else list(t)  # it may be read-only
+    given = t.copy() if isinstance(t, np.ndarray) else list(t)  # an array may be read-only
     if Tensor in map(type, given) or nn.Parameter in map(type, given):  # the times may need gradients
         times = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in given]
         if any(time.numel() != 1 for time in times):
@@ -664,9 +672,12 @@ def as_times(t: Times, device: torch.device) -> Tensor:
 
 
 def check_order(values: np.ndarray, dtype: torch.dtype) -> None:
-    """Raise ValueError if times (T,) of a dtype are not strictly monotonic, or rows (batch, T) not monotonic."""
+    """Raise ValueError unless times (T,) are strictly monotonic, or times (batch, T) monotonic for each sample.
+
+    ``dtype`` is the dtype in which the times were given, for the error message.
+    """
     steps = np.diff(values)
-    if values.ndim > 1:  # a row may repeat times: the sample does not move between equal times
+    if values.ndim > 1:  # the times of a sample may repeat: it does not move between equal times
         if not ((steps >= 0).all() or (steps <= 0).all()):
             raise ValueError(
                 "t of shape (batch, T) must increase along each row, or decrease along each. Fix: sort the times."
@@ -686,10 +697,11 @@ def check_order(values: np.ndarray, dtype: torch.dtype) -> None:
 
 
 def check_resolution(times: np.ndarray, dtype: torch.dtype) -> None:
-    """Raise ValueError if the dtype of the state rounds late times too coarsely for the span of the solve.
+    """Raise ValueError if the dtype of the state rounds large times too coarsely for the time span of the solve.
 
-    A span has at least four roundings. If a rounding exceeds a hundredth of the unit of time, it has a thousand, or for
-    half precision a sixteenth of those that the dtype can have.
+    The time span must be at least 4 times the rounding error of the largest time. If this rounding error exceeds 0.01
+    units of time, the span must be at least 1000 times the error, or 1 / (16 eps) times for half precision, where eps
+    is the machine epsilon.
     """
     eps = torch.finfo(dtype).eps
     if dtype == torch.float64:

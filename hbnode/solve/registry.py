@@ -10,7 +10,7 @@ from hbnode.solve.settings import Gradient, Method
 
 
 class MethodInfo(NamedTuple):
-    """A row of :func:`hbnode.methods`, which describes one ODE solver.
+    """The description of one ODE solver, an entry of :func:`hbnode.methods`.
 
     Attributes:
         name: the value of ``method=``.
@@ -35,7 +35,7 @@ class MethodInfo(NamedTuple):
 
 
 class SDEMethodInfo(NamedTuple):
-    """A row of :func:`sde_methods`, which describes one SDE solver.
+    """The description of one SDE solver, an entry of :func:`sde_methods`.
 
     Attributes:
         name: the value of ``method=``.

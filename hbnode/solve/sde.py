@@ -1,6 +1,6 @@
-"""Solvers for heavy-ball SDEs with fixed step sizes: :func:`hbnode.sdeint`, its methods, and their noise.
+"""Solvers for heavy-ball SDEs with fixed steps: :func:`hbnode.sdeint`, its native methods, and their noise.
 
-The solvers use the loop and the gradients of the ODE solvers.
+The native methods use the time loop and the gradient modes of the ODE solvers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from hbnode.solve.torchsde import TorchsdeMethod
 NativeSDEMethod = Literal["ubu", "baoab", "nystrom4"]
 SDEMethodName = Literal[NativeSDEMethod, TorchsdeMethod]
 
-MOST_ROUNDING = 1e-4  # largest rounding error of a state reconstructed from the next output, relative to it
-ROUNDING = 1e-2  # relative to dt: a step may exceed dt by this much because of rounded times
+MOST_ROUNDING = 1e-4  # largest relative rounding error of a state that reversed steps reconstruct
+ROUNDING = 1e-2  # a step may be longer than dt by this fraction, because times are rounded
 MOST_STEPS = 10_000_000
-TINY = 1e-30  # in place of a step size of 0, at which the gradients of square roots are infinite
-BRIDGE = (1.0, 1 / 12, 1 / 720)  # variances of W, L and K of ShiftedNystrom over a step of size 1
+TINY = 1e-30  # a tiny step size that replaces 0, at which square roots have infinite gradients
+BRIDGE = (1.0, 1 / 12, 1 / 720)  # variances of W, L and K of ShiftedNystrom for a step of size 1
 LOW = 0xFFFFFFFF  # mask of the low 32 bits
 NO_SDE = "sde must be a HeavyBallSDE, got {}. Fix: hbnode.HeavyBallSDE(func)."
 
@@ -52,19 +52,21 @@ Noise = Callable[[int], Tensor]  # maps the index of a step to its standard norm
 def linear_part(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     r"""Return the coefficients a, b, p, q, r of the exact linear part of a step.
 
-    They solve :math:`dh = m\,dt,\; dm = -\gamma m\,dt + s\,dW` with noise of scale s over a time :math:`\tau`. With
-    γ = ``damping``, τ = ``time`` (float64, broadcast) and a = (1 - e^{-γτ})/γ, b = e^{-γτ}, z = γτ,
+    The linear part is :math:`dh = m\,dt,\; dm = -\gamma m\,dt + s\,dW` with the noise scale s, over a time
+    :math:`\tau`. Let γ = ``damping``, τ = ``time`` (float64 tensors that broadcast), a = (1 - e^{-γτ})/γ, b = e^{-γτ}
+    and z = γτ. The exact solution is
 
         h ← h + a m + s J,   m ← b m + s I,   I = ∫ e^{-γ(τ-t)} dW,   J = ∫ (1 - e^{-γ(τ-t)})/γ dW.
 
-    The pair (I, J) is Gaussian, and a function of two independent standard normal variables ξ₁ and ξ₂:
+    The pair (I, J) is Gaussian. It is computed from two independent standard normal variables ξ₁ and ξ₂:
 
         I = p ξ₁,   J = q ξ₁ + r ξ₂,
         p² = Var I = a (1 + b)/2,   q = p Cov(I, J)/Var I = p a/(1 + b),   r² = Var(J | I) = (z - 2 tanh(z/2))/γ³.
 
-    r² follows from J = (W - I)/γ and Var(W | I) = τ - a²/Var I = τ - (2/γ) tanh(z/2), where W is the increment. For
-    small z, where the difference cancels, it is τ³ (φ_2(-z) - 2 φ_3(-z)) / (1 + b) with the functions φ of
-    :class:`~hbnode.solve.methods.Exponential`; a = τ φ_1(-z).
+    The formula for r² follows from J = (W - I)/γ and Var(W | I) = τ - a²/Var I = τ - (2/γ) tanh(z/2), where W is the
+    increment of the Wiener process. For small z, where the difference in r² cancels, the code computes
+    r² = τ³ (φ_2(-z) - 2 φ_3(-z)) / (1 + b) with the functions φ of :class:`~hbnode.solve.methods.Exponential`. It also
+    uses a = τ φ_1(-z).
     """
     z = damping * time
     b, phi1, phi2, phi3 = phi_functions(torch, -z, 4)
@@ -76,9 +78,9 @@ def linear_part(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def linear_step(h: Tensor, m: Tensor, linear: Sequence[Tensor], noise: Tensor) -> Rows:
-    """Return the state after a linear step: h + a m + j₁ ξ₁ + j₂ ξ₂ and b m + i ξ₁.
+    """Return the state after a linear step, h + a m + j₁ ξ₁ + j₂ ξ₂ and b m + i ξ₁.
 
-    ``linear`` holds a, b, i, j₁ and j₂, and ``noise`` ξ₁ and ξ₂. BAOAB omits j₂ and ξ₂.
+    ``linear`` holds a, b, i, j₁ and j₂; ``noise`` holds ξ₁ and ξ₂. For BAOAB, j₂ and ξ₂ are omitted.
     """
     a, b, i, *j = linear
     h = torch.addcmul(h, a, m)
@@ -101,12 +103,12 @@ def reverse_linear_step(h: Tensor, m: Tensor, linear: Sequence[Tensor], noise: T
 class SDEMethod(Method):
     r"""The base class of methods for :math:`dh = m\,dt,\; dm = (-\gamma m + f(h, t))\,dt + s\,dW`.
 
-    The damping γ and the temperature η enter through the coefficients of a step only, so their gradients are exact. The
-    last coefficient is the tensor of standard normal variables of the step.
+    The damping γ and the temperature η affect a step only through its coefficients, so that their gradients are exact.
+    The last coefficient is the tensor of standard normal variables of the step.
 
     Attributes:
-        normals: number of standard normal variables per step, for each element of h.
-        reach: largest γ times step size for which the distribution of a step is accurate.
+        normals: number of standard normal variables per step and element of h.
+        reach: largest value of γ times the step size for which the distribution of a step is accurate.
     """
 
     rows = 2
@@ -117,16 +119,20 @@ class SDEMethod(Method):
         super().__init__(self.nodes)
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Return the coefficients of a step in each interval between outputs, (coefficients, intervals, ...).
+        """Return the coefficients of a step for each interval between outputs, (coefficients, intervals, ...).
 
-        ``gamma`` and ``scale``, the factor s of the noise, have the shape (...), and the step sizes (intervals, ...).
+        Arguments:
+            gamma: the damping γ, (...).
+            scale: the noise scale s, (...).
+            size: the step sizes, (intervals, ...).
         """
         raise NotImplementedError
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
-        """Return the normal variables of steps of twice the size, from those of their halves, (steps, normals, ...).
+        """Return the normal variables of steps of twice the size, (steps, normals, ...).
 
-        This default is for methods with one linear part per step.
+        ``first`` and ``second`` are the normal variables of the two steps of size ``size`` that form each longer step.
+        This implementation is for methods with one linear part per step.
         """
         (a, b, p, q, r), (_, _, whole_p, whole_q, whole_r) = linear_part(damping, size), linear_part(damping, 2 * size)
         i1, i2 = p * first[:, 0], p * second[:, 0]
@@ -155,7 +161,7 @@ class UBU(SDEMethod):
         return torch.stack(torch.broadcast_tensors(a, b, scale * p, scale * q, scale * r, size))
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
-        compose = super().compose  # both linear parts of a step become the first or second one of the longer step
+        compose = super().compose  # the two linear parts of a short step become one linear part of the longer step
         return torch.cat([compose(x[:, :2], x[:, 2:], size / 2, damping) for x in (first, second)], 1)
 
     def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: RHS, **_: Any) -> StepResult:
@@ -174,8 +180,8 @@ class UBU(SDEMethod):
 class BAOAB(SDEMethod):
     r"""A splitting of strong order 1 and weak order 2 that evaluates f once per step.
 
-    A step is half a kick by f, half a drift, damping with noise, half a drift, and half a kick. Of the splittings, its
-    stationary distribution is closest to that of the equation.
+    A step consists of half a kick (an update of m by f), half a drift (an update of h), damping with noise, half a
+    drift, and half a kick. Among splitting methods, its stationary distribution is closest to that of the equation.
 
     References:
         Leimkuhler and Matthews, Rational construction of stochastic numerical methods for molecular sampling, Applied
@@ -185,7 +191,7 @@ class BAOAB(SDEMethod):
     nodes, normals, is_fsal = (1.0,), 1, True
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Return a, b, i, j₁ of :func:`linear_step` for drift, damping and drift, and the time of half a kick."""
+        """Return a, b, i and j₁ of :func:`linear_step` for the two drifts and the damping, and half the step size."""
         _, b, p, _, _ = linear_part(gamma, size)
         i = scale * p
         return torch.stack(torch.broadcast_tensors(size * (1 + b) / 2, b, i, size * i / 2, size / 2))
@@ -204,7 +210,7 @@ class BAOAB(SDEMethod):
 
 
 class ShiftedNystrom(SDEMethod):
-    r"""The shifted ODE method with steps of ``"nystrom4"``, of strong order 3 with three evaluations of f per step.
+    r"""The shifted ODE method with steps of ``"nystrom4"``; strong order 3, three evaluations of f per step.
 
     Over a step of size H, let W be the increment of the Brownian motion B, and L and K the integrals
 
@@ -219,10 +225,10 @@ class ShiftedNystrom(SDEMethod):
 
     ode, is_fsal, normals = METHODS["nystrom4"], True, 3
     nodes = ode.nodes
-    reach = 2.0  # for a spring, the error of the stationary variance of h is 0.2 % at 1, 10 % at 2 and 83 % at 4
+    reach = 2.0  # for a spring, the stationary variance of h has an error of 0.2 % at 1, 10 % at 2, 83 % at 4
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Return the coefficients of the ODE step, then the factors of W and K in the force, and of L and K in m."""
+        """Return the coefficients of the ODE step, then the factors with which W and K enter f, and L and K enter m."""
         gamma, scale, size = torch.broadcast_tensors(gamma, scale, size)
         of_w, of_l, of_k = (scale * (size * variance).sqrt() for variance in BRIDGE)
         noise = torch.stack([of_w / size, -12 * of_k / size, of_l, 6 * of_k])
@@ -237,7 +243,7 @@ class ShiftedNystrom(SDEMethod):
         shift = by_w * w + by_k * skew
 
         def shifted(t: Tensor, x: Tensor) -> Tensor:
-            nonlocal f  # the state after the step ends with the value without noise
+            nonlocal f  # f without noise, the last entry of the state after the step
             f = field(t, x)
             return f + shift
 
@@ -246,7 +252,10 @@ class ShiftedNystrom(SDEMethod):
         return StepResult((h, m - of_l * bridge + of_k * skew, f))
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
-        """Return the normal variables of steps of twice the size, through p = ∫ B dt and q = ∫ t B dt of the halves."""
+        """Return the normal variables of steps of twice the size, as :meth:`SDEMethod.compose` does.
+
+        They are computed from the integrals p = ∫ B dt and q = ∫ t B dt over the shorter steps.
+        """
 
         def integrals(normals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             w, bridge, skew = (x * (size * v).sqrt() for x, v in zip(normals.unbind(1), BRIDGE, strict=True))
@@ -261,7 +270,7 @@ class ShiftedNystrom(SDEMethod):
 
 
 NATIVE: dict[str, SDEMethod] = {"ubu": UBU(), "baoab": BAOAB(), "nystrom4": ShiftedNystrom()}
-GRADIENTS: dict[str, tuple[Gradient, ...]] = {  # the possible gradients of each method
+GRADIENTS: dict[str, tuple[Gradient, ...]] = {  # gradient modes that each method supports
     **dict.fromkeys(("ubu", "baoab"), ("direct", "checkpoint", "reversible")),
     "nystrom4": ("direct", "checkpoint"),
     **dict.fromkeys(get_args(TorchsdeMethod), ("direct", "adjoint")),
@@ -272,9 +281,10 @@ GRADIENTS: dict[str, tuple[Gradient, ...]] = {  # the possible gradients of each
 
 
 def time_grid(t: Times, dt: Any) -> tuple[Tensor, np.ndarray]:
-    """Return the output times (T,) or (batch, T), in float64 on the host, and the steps per interval, (T - 1,).
+    """Return the output times, (T,) or (batch, T), in float64 on the CPU, and the steps per interval, (T - 1,).
 
-    It is the smallest number for which no sample's steps are longer than ``dt``, up to the rounding of float32 times.
+    The number of steps is the smallest one for which no step of any sample is longer than ``dt``, up to the rounding of
+    times.
     """
     step = dt.item() if isinstance(dt, Tensor) and dt.numel() == 1 and not dt.requires_grad else dt
     if not isinstance(step, numbers.Real) or not 0 < float(step) < math.inf:
@@ -312,9 +322,10 @@ def step_sizes(t: Tensor, counts: np.ndarray) -> Tensor:
 
 
 def step_seeds(seed: int | None, steps: int) -> np.ndarray:
-    """Return the seeds of all steps, of 63 bits each.
+    """Return a random seed of 63 bits for each step.
 
-    torch's CPU generator uses the low 32 bits only. They are a permutation of the step index, so they never repeat.
+    torch's CPU generator uses only the low 32 bits of a seed. These bits are a permutation of the step index, so that
+    no two steps have the same bits.
     """
     seed = int(torch.randint(2**62, ())) if seed is None else as_seed(seed)
     low, high = scrambled(np.array([[seed & LOW], [seed >> 32 ^ 0x9E3779B9]], np.uint64))
@@ -332,7 +343,7 @@ def scrambled(x: np.ndarray) -> np.ndarray:
 
 
 def step_normals(seeds: np.ndarray, shape: tuple[int, ...], like: Tensor, step: int) -> Tensor:
-    """Return the standard normal variables of a step from its seed, so that none need to be stored."""
+    """Generate the standard normal variables of a step from its seed, so that they need not be stored."""
     try:
         generator = torch.Generator(like.device)
     except RuntimeError:  # the device has no generator
@@ -345,24 +356,25 @@ def step_normals(seeds: np.ndarray, shape: tuple[int, ...], like: Tensor, step: 
 class BrownianIncrements:
     r"""The noise of all steps of a native SDE method, for solving several times with the same Brownian path.
 
-    Pass it as ``hbnode.sdeint(..., noise=increments)``. :meth:`coarser` composes the noise of pairs of steps. Solves
-    with step sizes H, 2H, 4H, ... then use the same Brownian path, which is how strong errors are measured.
+    Pass it as ``hbnode.sdeint(..., noise=increments)``. :meth:`coarser` combines the noise of pairs of steps, so that
+    solves with step sizes H, 2H, 4H, ... use the same Brownian path. The differences of these solves are strong errors.
 
-    The noise is stored as standard normal variables, because its increments I and J depend on the damping γ. For a
-    Brownian motion W and a step of length τ, I = ∫ e^{-γ(τ-t)} dW and J = ∫ (1 - e^{-γ(τ-t)})/γ dW. The increments of
-    two steps of lengths τ₁ and τ₂ compose to
+    The noise is stored as standard normal variables, because the increments I and J that a step needs depend on the
+    damping γ. For a Brownian motion W and a step of length τ, I = ∫ e^{-γ(τ-t)} dW and
+    J = ∫ (1 - e^{-γ(τ-t)})/γ dW. Two steps of lengths τ₁ and τ₂ together have the increments
 
     .. math:: I = e^{-\gamma\tau_2} I_1 + I_2, \quad J = J_1 + \tfrac{1 - e^{-\gamma\tau_2}}{\gamma} I_1 + J_2 .
 
     ``"ubu"`` uses I and J of both halves of a step, and ``"baoab"`` uses I of a step. ``"nystrom4"`` uses the increment
-    of W and two integrals of its bridge, which do not depend on γ.
+    of W and two integrals of its Brownian bridge, which do not depend on γ.
 
     Arguments:
         method: the native method that uses the noise.
         sizes: the size of each step in units of time, (steps,), or (steps, batch) if samples have their own times.
         normals: independent standard normal variables, (steps, n, batch, ...), with n = 4 for ``"ubu"``, 1 for
             ``"baoab"`` and 3 for ``"nystrom4"``, followed by the shape of h.
-        damping: the γ for composing the noise of ``"ubu"`` and ``"baoab"``. With another γ, the SDE's path changes.
+        damping: the damping γ with which :meth:`coarser` combines the noise of ``"ubu"`` and ``"baoab"``. It must be
+            that of the SDE, or the Brownian path changes.
 
     Example:
         >>> import torch, hbnode
@@ -417,7 +429,7 @@ class BrownianIncrements:
         return cls(method, sizes, torch.stack(normals) if normals else h.new_zeros(0, *shape), damping)
 
     def coarser(self) -> BrownianIncrements:
-        """Return the noise of steps of twice the size, composed from pairs of steps.
+        """Return the noise of steps of twice the size on the same Brownian path.
 
         Returns:
             The increments of half as many steps.
@@ -444,12 +456,12 @@ class BrownianIncrements:
 
 @dataclass(frozen=True)
 class SDEStepper(Stepper):
-    """The steps of a heavy-ball SDE.
+    """A stepper for a heavy-ball SDE.
 
     Attributes:
-        packed: the coefficients of a step in each output interval, (coefficients, intervals, ...), which have the
-            gradients of γ and η.
-        ends: the number of steps up to the end of each interval.
+        packed: the coefficients of a step in each output interval, (coefficients, intervals, ...). Gradients with
+            respect to γ and η pass through this tensor.
+        ends: the number of steps from the start to the end of each interval.
     """
 
     packed: Any = None
@@ -491,7 +503,7 @@ def sde_setup(term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: 
     size = torch.from_numpy(sizes).reshape(*sizes.shape, *[1] * dims)
     of_sizes = functools.partial(of_sde.coefficients, gamma, diffusion(gamma, eta))
     packed = of_sizes(size.clamp(min=TINY))
-    if not size.all():  # a sample does not move between equal times
+    if not size.all():  # a sample with equal successive output times has steps of size 0
         packed = torch.where(size > 0, packed, of_sizes(size).detach().nan_to_num())
     settings = Settings(method, steps=1)
     parts = {"packed": packed.to(term.template), "ends": counts.cumsum(), "noise": noise}
@@ -500,7 +512,10 @@ def sde_setup(term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: 
 
 
 def check_growth(setup: Setup) -> None:
-    """Raise ReversalError if rounding errors, times e^{γT} over a time T between outputs, would exceed 1e-4."""
+    """Raise ReversalError if reversed steps would let rounding errors grow beyond 1e-4.
+
+    With the damping γ, rounding errors grow by the factor e^{γT} between output times that are T apart.
+    """
     dtype, longest = setup.stepper.like.dtype, np.diff(setup.grid.points, axis=0).max(initial=0.0)
     strongest = to_numpy(torch.as_tensor(setup.stepper.gamma)).max(initial=0.0)
     eps, growth = torch.finfo(dtype).eps, strongest * longest
@@ -530,24 +545,24 @@ def sdeint(
     Here γ is the damping, η the temperature, W a Brownian motion, and f the network of ``sde``. The native methods
     solve the linear part (f = 0) with its noise exactly:
 
-    - ``"ubu"``: half a step of the linear part, an update of m by f, half a step of the linear part. Strong order 2,
-      one evaluation of f per step.
-    - ``"baoab"``: strong order 1, weak order 2, one evaluation per step. Of the three methods, its stationary
+    - ``"ubu"``: a step is half a step of the linear part, an update of m by f, and half a step of the linear part. It
+      has strong order 2 and one evaluation of f per step.
+    - ``"baoab"`` has strong order 1, weak order 2 and one evaluation per step. Of the three methods, its stationary
       distribution is closest to that of the equation.
-    - ``"nystrom4"``: the shifted ODE method with steps of ``odeint``'s ``"nystrom4"``. Strong order 3, three
+    - ``"nystrom4"``: the shifted ODE method with steps of ``odeint``'s ``"nystrom4"``. It has strong order 3 and three
       evaluations per step. It needs γ dt <= 2.
 
-    Their steps end on the output times. Each interval between output times has as few equal steps as possible, none
-    longer than ``dt``. If samples have their own times, their k-th intervals have the same number of steps. One call of
-    f then serves the batch. torchsde's methods take steps of ``dt`` from the first time and interpolate the outputs
-    linearly.
+    The steps of native methods end on the output times. Each interval between output times is divided into the smallest
+    number of equal steps that are not longer than ``dt``. If samples have their own times, all samples have the same
+    number of steps in their k-th intervals, and one call of f evaluates the whole batch. torchsde's methods take steps
+    of ``dt`` from the first time and interpolate the outputs linearly.
 
-    The native methods compute the exact gradient of the discrete solution for fixed normal variables. It is with
-    respect to the initial state, the parameters of f, γ and η. ``"direct"`` backpropagates through the steps.
-    ``"checkpoint"`` stores the graph up to 64 MiB and recomputes later steps. ``"reversible"`` stores the outputs only
-    and reconstructs the states by reversing the steps. Both regenerate the noise from its seed. Reversing multiplies
-    rounding errors by e^{γT} over an interval T between output times. ``"reversible"`` raises if they would exceed
-    1e-4, so γT may be at most 6.7 in float32 and 26 in float64.
+    The native methods compute the exact gradient of the discrete solution for fixed normal variables, with respect to
+    the initial state, the parameters of f, γ and η. ``"direct"`` backpropagates through the steps. ``"checkpoint"``
+    stores the graph up to 64 MiB and recomputes later steps. ``"reversible"`` stores only the outputs and reconstructs
+    the other states by reversing the steps. Both regenerate the noise from its seed. Reversed steps multiply rounding
+    errors by e^{γT} between output times that are T apart. ``"reversible"`` raises ReversalError if the errors would
+    exceed 1e-4, so γT may be at most 6.7 in float32 and 26 in float64.
 
     The noise of a step depends on the seed, the step index, the shape and the dtype. It is the same on all devices of
     one type.
@@ -562,8 +577,9 @@ def sdeint(
         t: output times, (T,), strictly increasing, in the units of time of γ. The first is the time of ``y0``. Native
             methods also take (batch, T), one row of times per sample, in which times may repeat. A function ``f(t, h)``
             then gets t of shape (batch, 1, ...).
-        method: ``"ubu"``, ``"baoab"``, ``"nystrom4"``, or one of torchsde's, ``"euler"``, ``"milstein"``, ``"srk"``,
-            ``"midpoint"``, ``"heun"``, ``"euler_heun"``, ``"log_ode"``, ``"reversible_heun"``. Default: ``"ubu"``.
+        method: ``"ubu"``, ``"baoab"`` or ``"nystrom4"``, or a method of torchsde: ``"euler"``, ``"milstein"``,
+            ``"srk"``, ``"midpoint"``, ``"heun"``, ``"euler_heun"``, ``"log_ode"`` or ``"reversible_heun"``.
+            Default: ``"ubu"``.
         dt: the largest step size, in units of time. Rounded times may make a step 1 % longer.
         gradient: ``"direct"``, ``"checkpoint"`` or ``"reversible"`` (not for ``"nystrom4"``), or an object of
             ``hbnode.solve.adjoints``, ``Checkpoint(keep_bytes=0)`` for instance; with torchsde's methods ``"direct"``
@@ -572,14 +588,14 @@ def sdeint(
         noise: the noise for a native method, instead of a seed. Default: None.
 
     Returns:
-        The trajectories ``(h, m)`` at the times, time first, (T, batch, ...) each.
+        The trajectories ``(h, m)`` at the times ``t``, each (T, batch, ...).
 
     Raises:
         ValueError: an argument is out of range, or f returns a wrong shape.
         TypeError: an argument has the wrong type or dtype.
         NonFiniteError: the state or f became infinite or NaN.
-        ReversalError: rounding errors would grow too much when ``"reversible"`` reverses the steps, or step errors in
-            torchsde's ``"adjoint"``.
+        ReversalError: rounding errors would grow too much in ``"reversible"``, or the discretization errors of
+            torchsde's ``"adjoint"`` would.
 
     Example:
         >>> import torch, hbnode
@@ -646,7 +662,7 @@ def method_error(method: str, gradient: str) -> ValueError:
 
 
 def check_noise(noise: object, method: str, gradient: str, seed: int | None, sizes: Tensor, h: Tensor) -> None:
-    """Raise if ``noise`` has the wrong type, conflicts with an argument, or is for other steps or another state."""
+    """Raise an error if ``noise`` has the wrong type, steps or shape, or conflicts with another argument."""
     if not isinstance(noise, BrownianIncrements):
         fix = "hbnode.solve.BrownianIncrements.draw(...)"
         raise TypeError(f"noise must be BrownianIncrements, got {type(noise).__name__}. Fix: {fix}.")

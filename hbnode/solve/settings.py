@@ -31,7 +31,7 @@ OPTIONS = {  # names of the options of native methods, and of each kind of torch
     "adams": (*GRID, "norm", "interp", "perturb", "max_iters", "max_order"),
     "scipy": ("min_step", "max_step", "norm", "solver"),
 }
-INSTEAD = {  # what to write instead of an option that a method does not support
+INSTEAD = {  # for options that a method does not support: the fix in the error message
     **dict.fromkeys(STEPS, "leave it out, or method='dopri5' or another with adaptive steps"),
     **dict.fromkeys(GRID, "steps=n, an argument of its own: n steps per output interval, for methods with fixed steps"),
     "max_nfe": "method=None or another native method",
@@ -57,7 +57,7 @@ class Settings:
     jump_times: Any = ()
     max_steps: int = 10_000
     compile: bool = False
-    common_steps: bool = False  # each step is the same fraction of the time span of every sample
+    common_steps: bool = False  # steps are the same fraction of each sample's time span
     options: dict[str, Any] | None = None
     adjoint_options: dict[str, Any] | None = None
 
@@ -164,7 +164,7 @@ def _checked_steps(steps: Any) -> int:
 
 
 def checked_jumps(jump_times: Any) -> tuple[float, ...]:
-    """Convert ``jump_times`` to sorted, distinct floats; raise ValueError if they are not finite times (K,)."""
+    """Convert ``jump_times`` to sorted, distinct floats; raise ValueError if they are not K finite times, (K,)."""
     if jump_times is None or (isinstance(jump_times, tuple) and not jump_times):
         return ()
     refuse_gradient(jump_times, "jump_times")

@@ -1,6 +1,7 @@
 """A single step of a solve: its coefficients, its computation, the outputs inside it and the norm of its error.
 
-A lane is a sample with its own step sizes.
+A shape "() or (batch,)" means one number for the whole batch, or one per sample if samples have their own step sizes.
+Variables named ``lanes`` hold sample indices or the batch size. ``rows`` are the tensors of a state.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class Attempt:
 
     Attributes:
         time: the time t at which the step starts.
-        size: the signed step size, () or (lanes,): a tensor if the times need gradients or a graph is traced, else an
+        size: the signed step size, () or (batch,): a tensor if the times need gradients or a graph is traced, else an
             array.
         times: the times of the function evaluations, one sequence per step.
         error: whether to estimate the error.
-        lanes: the lane of each output inside the step; None if all lanes have the same outputs.
+        lanes: the sample index of each output inside the step; None if all samples have the same outputs.
         outputs: the indices of the output times inside the step; None if there are none.
         theta: the positions of the outputs in the step, from 0 to 1; None if all are at its end.
         place: the positions as a tensor with gradients, and the step size for each output; None without gradients.
@@ -67,7 +68,7 @@ class Attempt:
     lag: Tensor | None = None
 
     def inside(self, lanes: int) -> Array:
-        """Return a mask (lanes,) of the lanes with an output before the end of the step, which needs dense output."""
+        """Return a mask (batch,) of the samples with an output before the end of the step, which needs dense output."""
         found = np.zeros(lanes, bool)
         found[self.lanes[self.theta != 1.0]] = True
         return found
@@ -79,7 +80,7 @@ class Taken(NamedTuple):
     Attributes:
         state: the state after the step.
         error: the error estimate, or its norm from a compiled step.
-        outputs: the rows at the output times inside the step.
+        outputs: the tensors of the state at the output times inside the step.
         columns: the columns of dense output for the search for events, or None.
     """
 
@@ -91,7 +92,7 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class Stepper:
-    """A term, a method and a damping, with functions that compute single steps.
+    """An equation, a method and a damping, with functions that compute single steps.
 
     The functions change only ``latest``, a cache of the coefficients of the last step.
 
@@ -183,13 +184,13 @@ class Stepper:
             theta, size = attempt.place
         else:
             size = size[lanes] if size.ndim else np.full_like(theta, size)
-        return coefficients, self.at_gamma(method.blend, size, theta, lanes=lanes)
+        return coefficients, self.at_gamma(method.dense_weights, size, theta, lanes=lanes)
 
     def at_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
         """Return ``formula(xp, γ, *args)`` as a tensor, where xp is NumPy or torch.
 
-        ``lanes`` are the lanes to which the elements of ``args`` belong. The formula runs on the CPU if γ is a known
-        number and the gradients do not prevent it.
+        ``lanes`` holds the sample index of each element of ``args``. The formula runs on the CPU if γ is a known
+        number, unless a backward pass would then synchronise a GPU.
         """
         gamma, has_lanes = self.gamma, self.term.lanes is not None
         needs_gradient = isinstance(gamma, Tensor) and gamma.requires_grad and torch.is_grad_enabled()
@@ -206,7 +207,7 @@ class Stepper:
         gamma = self.damping.to(at, torch.float64)
         if gamma.dim() and has_lanes and lanes is not None and len(gamma) > 1:
             gamma = gamma[torch.tensor(lanes, device=at)]
-        if gamma.dim():  # the dimensions of γ follow those of lanes or outputs
+        if gamma.dim():  # first the dimension of samples or outputs, then the dimensions of γ
             ones = [1] * (gamma.dim() - (args[0].dim() if has_lanes else 0))
             args = tuple([x.reshape(*x.shape, *ones) for x in args])
         return formula(torch, gamma, *args).to(self.like)
@@ -220,10 +221,10 @@ class Stepper:
         self, state: Rows, coefficients: tuple[Any, Tensor | None], attempt: Attempt, field: RHS | None = None
     ) -> Taken:
         """Compute the steps of an attempt from ``state``; ``field`` replaces the term if it is not None."""
-        packed, blend = coefficients
-        program = self.program if blend is None and field is None and not self.has_events else None
+        packed, weights = coefficients
+        program = self.program if weights is None and field is None and not self.has_events else None
         field, error, columns, lanes = self.term if field is None else field, None, None, self.term.lanes
-        dense: Any = blend is not None or self.has_events
+        dense: Any = weights is not None or self.has_events
         if dense and lanes is not None and not self.has_events and isinstance(self.method, Rosenbrock):
             dense = to_device(attempt.inside(lanes), self.like)
         if attempt.restart is not None:
@@ -239,12 +240,12 @@ class Stepper:
         if attempt.outputs is None:
             return Taken(state, error, (), event_columns)
         outputs = self._at_end(state, attempt)
-        if blend is not None and columns is not None:
-            outputs = self._interpolated(outputs, columns, blend, attempt)
+        if weights is not None and columns is not None:
+            outputs = self._interpolated(outputs, columns, weights, attempt)
         return Taken(state, error, tuple(outputs), event_columns)
 
     def _at_end(self, state: Rows, attempt: Attempt) -> list[Tensor]:
-        """Return the rows at the end of a step, once per output, with gradients with respect to the output times."""
+        """Return the state at the end of a step once for each output, with gradients for the output times."""
         index = None if self.term.lanes is None or attempt.lanes is None else attempt.lanes
         outputs = [row.unsqueeze(0) if index is None else row[index] for row in state[: self.term.rows]]
         if attempt.late is None:
@@ -264,17 +265,17 @@ class Stepper:
             rows = [row - lag * slope for row, slope in zip(rows, self.slopes(state), strict=True)]
         return (*rows, field(attempt.restart, rows[0]))
 
-    def _interpolated(self, ends: list[Tensor], columns: Tensor, blend: Tensor, attempt: Attempt) -> list[Tensor]:
-        """Return the rows at the outputs, (outputs, ...): dense output inside the step, ``ends`` at its end."""
+    def _interpolated(self, ends: list[Tensor], columns: Tensor, weights: Tensor, attempt: Attempt) -> list[Tensor]:
+        """Return the states at the outputs, (outputs, ...): dense output inside the step, and ``ends`` at its end."""
         output_columns = columns.unsqueeze(1) if self.term.lanes is None else columns[:, attempt.lanes]
-        inside, is_end = combined(blend, output_columns).unbind(1), attempt.theta == 1.0
+        inside, is_end = combined(weights, output_columns).unbind(1), attempt.theta == 1.0
         if not is_end.any():
             return list(inside)
         is_end = to_device(is_end, self.like).view(-1, *[1] * (inside[0].dim() - 1))
         return [torch.where(is_end, end, x) for end, x in zip(ends, inside, strict=True)]
 
     def slopes(self, state: Rows) -> Rows:
-        """Return the time derivatives of the rows of a state; the last entry of ``state`` is the field's value."""
+        """Return the time derivative of each tensor of a state; the last entry of ``state`` is the field's value."""
         if not self.term.second_order:
             return state[1:]
         _, m, f = state
@@ -284,12 +285,12 @@ class Stepper:
     # Norms
 
     def norms(self, rows: Rows) -> Array:
-        """Return the root mean square of each row, (rows,) or (rows, lanes)."""
+        """Return the root mean square of each tensor of the state, (tensors,) or (tensors, batch)."""
         x = torch.stack(rows).detach().unsqueeze(-1).flatten(1 if self.term.lanes is None else 2)
         return to_host(_torch.root_mean_square(x, (-1,)))
 
     def ratio(self, before: Rows, taken: Taken) -> Array:
-        """Return the root mean square of error / tolerance, () or (lanes,); the maximum over the term's error groups.
+        """Return the root mean square of error / tolerance, () or (batch,); of several error groups, the largest value.
 
         This is the only transfer from a GPU to the CPU in a step.
         """
@@ -317,7 +318,7 @@ class Stepper:
         return kind(f"{message} (method {self.name!r})", t=t, step_size=abs(size), nfe=self.term.counter.nfe.total)
 
     def start_not_finite(self, norm: Array, begin: Array) -> SolverError:
-        """Return the error for an initial state that is not finite; ``norm`` holds the norms of its rows."""
+        """Return the error for an initial state that is not finite; ``norm`` holds the norms of its tensors."""
         bad = ~np.isfinite(norm)
         lane = first_index(bad.any(0))
         message = FIELD_NOT_FINITE
@@ -333,7 +334,7 @@ class Stepper:
         nodes = iter((*[0.0] * (attempt.restart is not None), *self.method.nodes * len(attempt.times)))
 
         def checked(t: Tensor, x: Tensor) -> Tensor:
-            f, node = self.term(t, x), next(nodes, 0.5)  # 0.5 is the further node of rodas5p's dense output
+            f, node = self.term(t, x), next(nodes, 0.5)  # rodas5p also evaluates f at 0.5, for dense output
             if not found and bool(torch.isfinite(x[lane]).all()) and not bool(torch.isfinite(f[lane]).all()):
                 found.append(begin + node * size)
             return f
@@ -371,7 +372,7 @@ class Setup:
 
     @classmethod
     def of(cls, term: ODETerm, method: Method, t: Tensor, settings: Settings, **others: Any) -> Setup:
-        """Return the setup of a term, a method and output times (T,) or (lanes, T)."""
+        """Return the setup of a term, a method and output times (T,) or (batch, T)."""
         has_events = bool(others.get("events"))
         stepper = Stepper.of(term, method, settings, has_events=has_events)
         grid = TracedGrid(t) if term.traced else Grid.of(t, stepper.like, term.lanes)
@@ -382,7 +383,7 @@ class Setup:
 
     @property
     def advice(self) -> str:
-        """The start of a fix in an error message, which suggests a method for strong damping or for a stiff field."""
+        """The beginning of a fix in an error message: a method for strong damping, or for a stiff field, or nothing."""
         strongest = self.stepper.strongest
         if strongest > max(1.0, STRONG_DAMPING / max(float(self.grid.end.max()), 1e-300)):
             return (
@@ -415,7 +416,7 @@ def as_array(x: Any) -> Array:
 
 
 def to_host(x: Tensor) -> Array:
-    """Convert norms to a NumPy array; take the root mean square over dimensions that torch.func.vmap maps."""
+    """Convert norms to a NumPy array; the root mean square replaces dimensions that torch.func.vmap maps."""
     if _torch.is_transformed():
         return np.sqrt((_torch.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
     if x.is_meta and type(x) is Tensor:

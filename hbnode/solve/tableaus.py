@@ -1,4 +1,4 @@
-"""Published coefficients of the native methods, which the tests check against the order conditions."""
+"""Published coefficients of the native methods. The tests check them against the order conditions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Row = tuple[float, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Tableau:
-    """What the tableaus of all methods state, and the tests check.
+    """The base class of tableaus, which hold the coefficients of methods. The tests check the stated orders.
 
     Attributes:
         order: order of the method.
-        error_order: order of the embedded solution; None without one, for methods that need fixed steps.
-        dense_order: order of the dense output of y or h. That of m is one less.
+        error_order: order of the embedded solution; None for methods without one, which need fixed steps.
+        dense_order: order of the dense output of y or h; the order for m is one less. None without dense output.
         dense_error_factor: largest ratio, at least 1, of the error of dense output to the error estimate of the step.
     """
 
@@ -37,10 +37,11 @@ class NystromTableau(Tableau):
 
     Attributes:
         c: nodes of the stages, from 0 to 1.
-        a: rows of the stages after the first; the last row is ``b`` without its last weight, 0.
+        a: the coefficients a_ij, one row for each stage from the second one on; the last row is b without its last
+            weight, which is 0.
         b_velocity: the weights b'.
         error: b minus the weights of the embedded solution.
-        error_velocity: b' minus those of the embedded solution.
+        error_velocity: b' minus the weights of the embedded solution for u'.
     """
 
     c: Row
@@ -51,7 +52,7 @@ class NystromTableau(Tableau):
 
     @property
     def b(self) -> Row:
-        """Weights b of the position."""
+        """The weights b of the position."""
         return (*self.a[-1], 0.0)
 
 
@@ -61,10 +62,11 @@ class RungeKuttaTableau(Tableau):
 
     Attributes:
         c: nodes of the stages, from 0 to 1.
-        a: rows of the stages after the first; the last row holds the weights b without the last one, 0.
+        a: the Runge-Kutta matrix, one row for each stage from the second one on; the last row holds the weights b
+            without the last weight, which is 0.
         error: b minus the weights of the embedded solution.
         dense: coefficients of the dense output :math:`y(\theta) = y_0 + \theta H \sum_i b_i(\theta) k_i` at the
-            fraction θ of a step of size H, with stage values k_i and :math:`b_i(\theta) = \sum_k` ``dense[i][k]``
+            position θ in a step of size H, with stage values k_i and :math:`b_i(\theta) = \sum_k` ``dense[i][k]``
             :math:`\theta^k`.
     """
 
@@ -76,10 +78,10 @@ class RungeKuttaTableau(Tableau):
 
 @dataclass(frozen=True, kw_only=True)
 class RosenbrockTableau(Tableau):
-    r"""An embedded Rosenbrock pair for :math:`y' = f(t, y)`, in the form without products with the Jacobian.
+    r"""An embedded Rosenbrock pair for :math:`y' = f(t, y)`, in the form without matrix-vector products.
 
-    With step size H, :math:`J = \partial f / \partial y` and :math:`f_t = \partial f / \partial t` at the start
-    :math:`(t_0, y_0)` of the step, the stages :math:`u_i` and the new state y are
+    Let H be the step size, and :math:`J = \partial f / \partial y` and :math:`f_t = \partial f / \partial t` the
+    derivatives at the start :math:`(t_0, y_0)` of the step. The stages :math:`u_i` and the new state y are
 
     .. math::
         (I / (H g) - J) u_i = f(t_0 + c_i H, y_0 + \sum_{j<i} a_{ij} u_j) + \sum_{j<i} C_{ij} u_j / H + d_i H f_t,
@@ -88,13 +90,13 @@ class RosenbrockTableau(Tableau):
     The embedded solution is y without its last stage.
 
     Attributes:
-        diagonal: g.
+        diagonal: the coefficient g.
         c: nodes of the stages.
-        a: rows of the stages after the first; the last row holds the weights b.
-        C: rows of the stages after the first.
-        d: weights of :math:`f_t`.
+        a: the coefficients a_ij, one row for each stage from the second one on; the last row holds the weights b.
+        C: the coefficients C_ij, one row for each stage from the second one on.
+        d: the coefficients d_i of :math:`f_t`.
         dense: coefficients of the dense output :math:`y(\theta) = (1 - \theta) y_0 + \theta y + \theta (1 - \theta)
-            \sum_{ik} \theta^k` ``dense[i][k]`` :math:`u_i` at the fraction θ of a step.
+            \sum_{ik} \theta^k` ``dense[i][k]`` :math:`u_i` at the position θ in a step, from 0 to 1.
     """
 
     diagonal: float
@@ -110,9 +112,10 @@ class ExponentialTableau(Tableau):
     r"""An embedded pair of the class :class:`~hbnode.solve.methods.Exponential`, for :math:`h'' + \gamma h' = f(h, t)`.
 
     Attributes:
-        stiff_order: order of the method as γ tends to infinity; ``order`` is for step sizes below 1/γ.
+        stiff_order: order of the method as γ tends to infinity; ``order`` is the order for step sizes below 1/γ.
         c: nodes of the stages, from 0 to 1.
-        corrections: weights κ of each stage after the first, one per stage between the first and itself.
+        corrections: the weights κ_ij, one row for each stage i from the second one on, for the stages j between the
+            first one and i.
         left_out: index of the value of f that the embedded solution does not use.
     """
 
@@ -124,14 +127,19 @@ class ExponentialTableau(Tableau):
 
 @dataclass(frozen=True, kw_only=True)
 class SplittingTableau(Tableau):
-    """A symmetric splitting: the times of its ``drifts`` and ``kicks`` as fractions of the step; one more drift."""
+    """A symmetric splitting.
+
+    Attributes:
+        drifts: the times of the drifts (updates of h), as fractions of the step.
+        kicks: the times of the kicks (updates of m), as fractions of the step. There is one more drift than kicks.
+    """
 
     drifts: Row
     kicks: Row
 
 
 def _row(text: str) -> Row:
-    """Return the numbers and fractions of a text."""
+    """Convert a string of numbers and fractions, separated by spaces, to a tuple of floats."""
     pairs = (number.partition("/") for number in text.split())
     return tuple(float(above) / float(below or 1) for above, _, below in pairs)
 
@@ -293,7 +301,7 @@ RODAS5P = RosenbrockTableau(
 )
 
 # Blanes and Moan, Practical symplectic partitioned Runge-Kutta and Runge-Kutta-Nystrom methods, J. Comput. Appl. Math.
-# 142 (2002) 313-330: the method S6 of order 4, for any split in two; here into drifts and kicks.
+# 142 (2002) 313-330: the method S6 of order 4, for any splitting into two flows; here they are drifts and kicks.
 _A1, _A2, _A3 = 0.0792036964311957, 0.353172906049774, -0.0420650803577195
 _B1, _B2 = 0.209515106613362, -0.143851773179818
 BLANES_MOAN4 = SplittingTableau(
@@ -303,12 +311,12 @@ BLANES_MOAN4 = SplittingTableau(
 )
 STRANG = SplittingTableau(order=2, drifts=(0.5, 0.5), kicks=(1.0,))
 
-# hbnode's own method, with two published limits. Without damping it is the method of order 5 of Nystrom, Ueber die
-# numerische Integration von Differentialgleichungen, Acta Soc. Sci. Fennicae 50 (1925), in Hairer, Norsett and Wanner,
-# Solving ODEs I, II.14. With strong damping it is the method of order 4 with the same nodes of Kutta, Beitrag zur
-# naeherungsweisen Integration totaler Differentialgleichungen, Z. Math. Phys. 46 (1901) 435-453. Both have the weights
-# w = (14, 125, 162, 35)/336 in m. The defects d of their stages cancel: w_2 (1 - c_2) d_2 + w_3 (1 - c_3) d_3 = 0 and
-# w_2 d_2 + w_3 d_3 + w_4 d_4 = 0.
+# This method was derived for hbnode. It tends to published methods in two limits. Without damping it is the method of
+# order 5 of Nystrom, Ueber die numerische Integration von Differentialgleichungen, Acta Soc. Sci. Fennicae 50 (1925),
+# see Hairer, Norsett and Wanner, Solving ODEs I, II.14. With strong damping it is the method of order 4, with the same
+# nodes, of Kutta, Beitrag zur naeherungsweisen Integration totaler Differentialgleichungen, Z. Math. Phys. 46 (1901)
+# 435-453. Both have the weights w = (14, 125, 162, 35)/336 for m. The defects d of the stages cancel:
+# w_2 (1 - c_2) d_2 + w_3 (1 - c_3) d_3 = 0 and w_2 d_2 + w_3 d_3 + w_4 d_4 = 0.
 EXPONENTIAL = ExponentialTableau(
     order=5,
     stiff_order=4,

@@ -1,4 +1,4 @@
-"""The right-hand side of a solve on flat tensors, and the state of a field's modules during a solve."""
+"""The right-hand side of a solve as a function of flat tensors, and snapshots of a field's modules during a solve."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class SolveDropout(nn.Module):
 
     An ordinary dropout layer changes the field in each function evaluation. The ODE then has no solution, and an
     adaptive solver rejects steps because of the noise. This layer draws its mask at the first function evaluation of a
-    solve and uses it until the end of the backward pass. If a network calls the layer twice, both inputs must have the
-    same shape, and both get the same mask.
+    solve and uses the same mask until the end of the backward pass. If a network calls the layer twice, both inputs
+    must have the same shape, and both get the same mask.
 
     In evaluation mode the layer is the identity. Outside a solve it draws a new mask in each call. It supports one
     solve at a time, so each thread needs its own copy.
@@ -46,7 +46,7 @@ class SolveDropout(nn.Module):
         self.solve: dict[str, Tensor] | None = None  # set by the running solve
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` times the mask of the solve."""
+        """Return ``x`` times the mask; in evaluation mode, return ``x``."""
         if not self.training or self.p == 0:
             return x
         if self.solve is None:
@@ -60,7 +60,7 @@ class SolveDropout(nn.Module):
         return x * mask.to(x.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "solve": None}  # without the mask of the running solve
+        return {**self.__dict__, "solve": None}  # the copy has no mask of a running solve
 
     def extra_repr(self) -> str:
         return f"p={self.p:g}"
@@ -71,23 +71,23 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class ODETerm:
-    r"""The right-hand side of a solve as a function of rows, which are the tensors that solvers work on.
+    r"""The right-hand side of a solve as a function of the tensors that solvers work on, which are called rows.
 
     A first-order term, :math:`y' = \mathrm{field}(t, y)`, has one row, the concatenated tensors of the state. A
-    second-order term, :math:`h'' + \gamma h' = F(h, t)` of an HBNODE or GHBNODE, has the rows h and m. Its value is
+    second-order term, :math:`h'' + \gamma h' = F(h, t)` of an HBNODE or GHBNODE, has the two rows h and m. Its value is
     only F, because the solvers integrate the damping γ themselves.
 
-    A row has the shape (elements,) if all elements share one step size and one γ. It has the shape (batch, elements) if
-    samples have their own steps, and the shape of the state with ``keeps_shape``, or if γ differs between channels.
-    ``lanes`` is the number of samples with their own steps, or None if all samples share their steps.
+    A row has the shape (elements,) if all elements have the same step size and the same γ. It has the shape (batch,
+    elements) if samples have different steps. It has the shape of the state if ``keeps_shape`` is True or γ differs
+    between channels. ``lanes`` is the number of samples if their steps differ, else None.
 
     Attributes:
-        like: the initial state, whose structure and shapes those of later states are.
-        template: its first tensor, whose dtype, device and batch are those of the solve.
+        like: the initial state, with the structure and shapes of all states.
+        template: the first tensor of the initial state, with the dtype, device and batch size of the solve.
         rows: number of rows.
-        dims: number of dimensions of the tensors of the state, the most of any.
-        dims_of_row: number of dimensions of a row.
-        error_groups: slices of a row with separate error norms.
+        dims: largest number of dimensions of a tensor of the state.
+        dims_of_row: number of dimensions of a row tensor.
+        error_groups: slices of a row tensor, each with its own error norm. The largest of these norms is used.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ODETerm:
         self.template = y0 if isinstance(y0, Tensor) else y0[0]
         self.damping: Tensor | float = 0.0
         self.dims = self.template.dim() if isinstance(y0, Tensor) else max(map(Tensor.dim, y0))
-        self.error_groups = [slice(None)]  # slices of a row with separate error norms
+        self.error_groups = [slice(None)]  # slices of a row tensor with separate error norms
         if getattr(self.inner, "has_integral", False):
             begin = -(y0[-1].numel() if lanes is None else 1)
             self.error_groups = [slice(begin), slice(begin, None)]
@@ -116,21 +116,24 @@ class ODETerm:
             self.damping = self.aligned(self.damping, "damping", "γ")
         self.keeps_shape = keeps_shape or (isinstance(self.damping, Tensor) and self.damping.dim() > 0)
         self.dims_of_row = self.template.dim() if self.keeps_shape else 1 if lanes is None else 2
-        self.dims_of_norm = (0, *range(1 if lanes is None else 2, self.dims_of_row + 1))  # of rows; not those of lanes
+        self.dims_of_norm = (0, *range(1 if lanes is None else 2, self.dims_of_row + 1))  # not the samples
         device, self.autocast = self.template.device.type, None
         self.in_autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if is_autocast(self.template):
             self.autocast = device, torch.get_autocast_dtype(device)
             self.in_autocast = functools.partial(torch.autocast, *self.autocast, cache_enabled=False)
-        # by torch.compile(field) or field.compile()
+        # whether the user called torch.compile(field) or field.compile()
         is_compiled = field is not self.inner or getattr(field, "_compiled_call_impl", None) is not None
         self.calls_field = second_order and is_compiled
         self.time_dependent: bool = getattr(self.inner, "time_dependent", True)
         self.wants_time = not second_order or self.time_dependent
-        self.address: int | None = None  # of the last value of the field
+        self.address: int | None = None  # memory address of the last value of the field
 
     def aligned(self, value: Tensor | float, name: str, symbol: str) -> Tensor | float:
-        """Return a constant of the equation, such as γ; reshape a tensor to as many dimensions as the state h."""
+        """Return a constant of the equation, such as γ, with a tensor reshaped to the number of dimensions of h.
+
+        ``name`` and ``symbol`` name the constant in error messages.
+        """
         if not isinstance(value, Tensor) or not value.dim():
             return value
         shape = self.template.shape
@@ -155,7 +158,7 @@ class ODETerm:
         return tuple(rows) if self.second_order or len(rows) == 1 else (torch.cat(rows, -1),)
 
     def unflatten(self, rows: tuple[Tensor, ...], times: tuple[int, ...] = ()) -> State:
-        """Return the state for its rows; with ``times=(T,)``, return a trajectory for rows (T, ...)."""
+        """Convert flat tensors ``rows`` to a state; with ``times=(T,)``, convert tensors (T, ...) to a trajectory."""
         shape = (*times, *self.template.shape)
         if self.second_order:
             return rows[0].reshape(shape), rows[1].reshape(shape)
@@ -177,7 +180,7 @@ class ODETerm:
         self.counter.add("evaluation")
         version = -1
         if self.traced or row.is_inference():
-            row = row.clone()  # such tensors have no version counter
+            row = row.clone()  # traced and inference tensors have no version counter
         else:
             version = row._version
         with self.in_autocast():
@@ -191,7 +194,7 @@ class ODETerm:
         if version >= 0 and row._version != version:
             fix = "leave inplace=True out of its first layer, or let func work on h.clone()"
             raise ValueError(f"func changes its input in place, which is the solver's state. Fix: {fix}.")
-        if not self.traced:  # f may write all its values into one tensor, and solvers keep some of them
+        if not self.traced:  # f may write every value to the same tensor, but solvers keep some values
             before = self.address
             try:
                 self.address = f.data_ptr()
@@ -201,7 +204,7 @@ class ODETerm:
         return f if f.shape == row.shape else f.reshape(row.shape)
 
     def stages(self, times: Sequence[Any]) -> Sequence[Tensor]:
-        """Return times as arguments of the field: scalar tensors, or (lanes, 1, ...) to broadcast with the state."""
+        """Convert times to arguments of the field: scalar tensors, or (batch, 1, ...) to broadcast with the state."""
         like = self.template
         stages = torch.stack(list(times)) if isinstance(times[0], Tensor) else torch.from_numpy(np.stack(times))
         stages = stages.to(like.device, like.dtype)
@@ -210,7 +213,7 @@ class ODETerm:
         return stages.unbind(0)
 
     def trial(self, t: Tensor, row: Tensor) -> Tensor:
-        """Return the value at a time that the solve may not reach; it is NaN if a signal has no sample there."""
+        """Evaluate the field at a time that the solve may not reach; a signal returns NaN outside its samples."""
         before, queries.is_trial = queries.is_trial, True
         try:
             with torch.no_grad():
@@ -219,14 +222,14 @@ class ODETerm:
             queries.is_trial = before
 
     def derivative(self, t: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the derivatives of all rows by a call of the field that is not counted."""
+        """Return the time derivatives of the tensors ``rows``; this call of the field is not counted."""
         state = self.unflatten(rows)
         with self.in_autocast():
             return self.flatten(like(self.field(t, state), state))
 
 
 def materialize(field: Any, y0: State, t: Any) -> bool:
-    """Evaluate a field with lazy parameters at the start, which gives them shapes; return whether it has some."""
+    """Initialize lazy parameters of a field by evaluating it at the start; return whether it has lazy parameters."""
     if not isinstance(field, nn.Module) or not any(map(nn.parameter.is_lazy, field.parameters())):
         return False
     first = torch.as_tensor(t[0], dtype=torch.float64).reshape(-1)[0]
@@ -236,7 +239,7 @@ def materialize(field: Any, y0: State, t: Any) -> bool:
 
 
 def snapshot_of(field: Any, y0: State, t: Any) -> Snapshot:
-    """Return the snapshot of a field at the start of a solve, whose lazy parameters then have shapes."""
+    """Return the snapshot of a field at the start of a solve, after initializing its lazy parameters."""
     try:
         return Snapshot(field, for_backward=torch.is_grad_enabled())
     except ValueError:
@@ -246,20 +249,20 @@ def snapshot_of(field: Any, y0: State, t: Any) -> Snapshot:
 
 
 class Snapshot:
-    """The parameters, buffers, training modes and dropout masks of a field's modules in a solve.
+    """The parameters, buffers, training modes and dropout masks of a field's modules during a solve.
 
-    As a context manager it restores them while a backward pass evaluates the field. By then, the model may be in
-    another mode, or have its own parameters after a solve in ``torch.func.functional_call`` with others. Without
-    ``for_backward``, the snapshot has no parameters and buffers.
+    As a context manager, it restores them while a backward pass evaluates the field. Meanwhile the model may be in
+    another training mode. After a solve inside ``torch.func.functional_call``, it also has other parameters again. If
+    ``for_backward`` is False, parameters and buffers are not stored.
     """
 
     def __init__(self, field: Callable[..., Any], *, for_backward: bool = True) -> None:
         self.modes: list[tuple[nn.Module, bool]] = []
         self.slots: list[tuple[dict[str, Any], str, Tensor, int | None, Tensor | None]] = []  # see changed()
         self.needed: list[tuple[Tensor, bool]] = []
-        self.dtypes: set[torch.dtype] = set()  # of the parameters
+        self.dtypes: set[torch.dtype] = set()  # dtypes of the parameters
         self.masks: list[tuple[SolveDropout, dict[str, Tensor] | None]] = []
-        self._before: list[Any] = []  # torch enters the same context in each backward pass
+        self._before: list[Any] = []  # a stack, because contexts of the same snapshot may be nested
         for module in field.modules() if isinstance(field, nn.Module) else ():
             if isinstance(module, SolveDropout):  # an inner solve uses the masks of the outer solve
                 self.masks.append((module, {} if module.solve is None else module.solve))
@@ -270,7 +273,7 @@ class Snapshot:
                 )
             self.modes.append((module, module.training))
             parameters, buffers = module._parameters, module._buffers
-            if isinstance(module, torch.jit.ScriptModule):  # its _parameters is a copy
+            if isinstance(module, torch.jit.ScriptModule):  # its attribute _parameters is a copy
                 parameters = dict(module.named_parameters(recurse=False))
                 buffers = dict(module.named_buffers(recurse=False))
             for own in (parameters, buffers):
@@ -290,8 +293,9 @@ class Snapshot:
     def changed(self) -> bool:
         """Return whether a parameter or buffer was replaced or changed in place after the snapshot.
 
-        Counters of the field's calls, as in FFJORD, are no change: integer buffers, and numbers that changed by an
-        integer. They leave the snapshot, so that they also count the calls of the backward pass.
+        A buffer that counts calls of the field, as in FFJORD, may change. A buffer is taken for a counter if it holds
+        integers, or if it is a scalar that changed by a whole number. It is removed from the snapshot, so that it also
+        counts calls in the backward pass.
         """
         kept = []
         for slot in self.slots:
@@ -306,7 +310,7 @@ class Snapshot:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The parameters and buffers."""
+        """The stored parameters and buffers."""
         return [slot[2] for slot in self.slots]
 
     def __enter__(self) -> None:
@@ -325,7 +329,7 @@ class Snapshot:
 
 
 def _as_counter(buffer: Tensor) -> Tensor | None:
-    """Return the value from which a buffer may count, or None if it is no counter."""
+    """Return the current value of a buffer that may be a counter of calls, or None if it cannot be a counter."""
     if buffer.is_floating_point():
         return None if buffer.dim() else buffer.clone()
     return None if buffer.is_complex() or buffer.dtype == torch.bool else buffer
@@ -347,10 +351,10 @@ def _restore(modes: Sequence[Any], slots: Sequence[Any], masks: Sequence[Any], n
 
 @contextmanager
 def solving(snapshot: Snapshot, device_type: str) -> Iterator[None]:
-    """A context for a solve, with the dropout masks of the snapshot, and autocast only inside the field.
+    """Return a context for a solve, which sets the dropout masks of the snapshot and disables autocast.
 
-    Inside it, a :class:`hbnode.Signal` on a GPU returns NaN at a time outside its samples. The error of the solve then
-    names this time.
+    The field itself is evaluated under the user's autocast. Inside the context, a :class:`hbnode.Signal` on a GPU
+    returns NaN at times outside its samples. The error of the failed solve then names such a time.
     """
     before = [(module, module.solve) for module, _ in snapshot.masks]
     _restore((), (), snapshot.masks, ())
@@ -374,17 +378,18 @@ def unwrap_compiled(field: Any) -> Any:
 
 
 def is_heavy_ball(field: Callable[..., Any], *kinds: type) -> bool:
-    """Return whether a field is an instance of ``kinds`` and its call computes only the equation of its class.
+    """Return whether a field is an instance of ``kinds`` and a call of it computes only the equation of its class.
 
-    The result is False for a field in DistributedDataParallel, because only a call of the wrapper reduces gradients.
+    Return False for a field inside DistributedDataParallel, because only calls of the wrapper synchronise gradients.
     """
     return isinstance(unwrap_compiled(field), kinds) and change_of_call(field) is None
 
 
 def change_of_call(field: Callable[..., Any]) -> str | None:
-    """Return what the call of a heavy-ball field does besides its equation, or None.
+    """Return why a call of a heavy-ball field may do more than compute its equation, or None if it does not.
 
-    Methods that evaluate ``func`` without a call of the field would omit it.
+    Second-order methods evaluate ``func`` without calling the field, so hooks or an overridden ``forward`` would not
+    run.
     """
     inner = unwrap_compiled(field)
     if type(inner).forward not in _FORWARDS:

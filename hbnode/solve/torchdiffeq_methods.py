@@ -1,7 +1,7 @@
 """torchdiffeq's solvers and adjoint, with counts of function evaluations and steps, and with hbnode's errors.
 
-A state is solved as one tensor, and its error norm is the RMS over all elements. A tuple ``(h, m)`` therefore takes the
-same steps as torchdiffeq takes for ``torch.stack([h, m])``.
+A state is flattened to one tensor, and its error norm is the root mean square (RMS) over all elements. A solve of a
+tuple ``(h, m)`` therefore takes the same steps as torchdiffeq takes for ``torch.stack([h, m])``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
         leaves: tuple[Tensor, ...] = ()
         if torch.is_grad_enabled() and (is_adjoint or is_scipy):
             leaves = counted.leaves(t, row, options.get("perturb", False))
-            snapshot.changed()  # counters leave it
+            snapshot.changed()  # removes counters from the snapshot
         if is_adjoint:
             given |= {"adjoint_params": leaves, "adjoint_options": adjoint_options(options, settings, counted)}
         elif is_scipy and torch.is_grad_enabled() and any(x.requires_grad for x in (t, row, *leaves)):
@@ -76,24 +76,25 @@ def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, 
 
 @functools.cache
 def original() -> SimpleNamespace:
-    """Return the names of the installed torchdiffeq, which imports scipy and is therefore not imported with hbnode.
+    """Return a namespace with the functions of the installed torchdiffeq.
 
-    They stay the same if a program puts :mod:`hbnode.torchdiffeq` in the place of torchdiffeq or of its functions.
+    torchdiffeq is imported here and not with hbnode, because it imports scipy. The namespace does not change if a
+    program replaces torchdiffeq or its functions by :mod:`hbnode.torchdiffeq`.
     """
-    with torch.inference_mode(False):  # autograd cannot save tableaus made in inference mode
+    with torch.inference_mode(False):  # autograd cannot save tensors that were created in inference mode
         import torchdiffeq
     return SimpleNamespace(**vars(torchdiffeq))
 
 
 def solver_of(method: str | None) -> Any:
-    """Return torchdiffeq's class for a method, or None if it has none of this name; raise TypeError for no name."""
+    """Return torchdiffeq's solver class for a method, or None if it has none; raise TypeError unless it is a string."""
     if method is not None and not isinstance(method, str):
         raise TypeError(f"method must be a name, got {method!r}. Fix: method='dopri5'.")
     return original()._impl.adjoint.SOLVERS.get(method)
 
 
 def step_events(method: str | None) -> dict[str, str]:
-    """Return the callbacks for accepted and rejected steps of a method; fixed steps are all accepted."""
+    """Return a dict that maps callbacks of a method to ``"accepted"`` or ``"rejected"``; fixed steps are accepted."""
     names: set[str] = getattr(solver_of(method), "valid_callbacks", set)()
     if "callback_accept_step" in names:
         return {"callback_accept_step": "accepted", "callback_reject_step": "rejected"}
@@ -103,22 +104,25 @@ def step_events(method: str | None) -> dict[str, str]:
 def count_step(
     counter: Tally, event: str, t0: Tensor, dt: Tensor, in_time: Callable[..., tuple[Tensor, Tensor]] | None = None
 ) -> None:
-    """Count a step of size ``dt`` from ``t0``; ``in_time`` maps both to the time of a field with rescaled time."""
+    """Count a step of size ``dt`` from ``t0``; if time is rescaled, ``in_time`` converts both to the user's time.
+
+    ``event`` is ``"accepted"`` or ``"rejected"``.
+    """
     counter.add(event)
     if open_records:
         counter.report(*(in_time(t0, dt) if in_time else (t0, dt)), event == "accepted")
 
 
 def norm(term: Any, own: Callable[[Any], Tensor] | None, row: Tensor) -> Tensor:
-    """Return the user's norm ``own`` of a row, or the RMS over its elements if ``own`` is None.
+    """Return the error norm of a flat state ``row``: the user's norm ``own``, or the RMS of all elements if it is None.
 
-    If the row ends with an integral, return the larger of the RMS of the integral and that of the other elements.
+    If the state ends with an integral, the norm is the larger one of the RMS of the integral and of the other elements.
     """
     if own is not None:
         return own(term.unflatten((row,)))
     if len(term.error_groups) == 1:
         return row.pow(2).mean().sqrt() if row.numel() else row.sum()
-    pieces = [row[group] for group in term.error_groups]  # vector_norm has a gradient at 0, the integral's start
+    pieces = [row[group] for group in term.error_groups]  # vector_norm has a finite gradient at 0
     return torch.maximum(*(torch.linalg.vector_norm(x) / max(x.numel(), 1) ** 0.5 for x in pieces))
 
 
@@ -133,21 +137,21 @@ class CountedField:
         warn_of_callbacks(term.field, self.method, [name for name in CALLBACKS if name not in callbacks])
         for name in (*callbacks, *(f"{name}_adjoint" for name in callbacks)):
             setattr(self, name, functools.partial(CountedField._call_back, own, name))
-        self.events = step_events(self.method)  # without any, evaluations have a limit
+        self.events = step_events(self.method)  # if empty, max_steps limits evaluations instead of steps
         self.forward_pass = backward_pass()  # >= 0 if the backward pass of an outer adjoint runs this solve
-        self.known: frozenset[int] = frozenset()  # ids of the leaves whose gradients the adjoint computes
-        self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)  # evaluations since the start of the step
-        self.first: tuple[Tensor, Tensor, Tensor] | None = None  # an evaluation before the solve
+        self.known: frozenset[int] = frozenset()  # ids of the leaf tensors whose gradients the adjoint computes
+        self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)  # times and values of f in this step
+        self.first: tuple[Tensor, Tensor, Tensor] | None = None  # time, state and value of f at the start of the solve
         self.start = t[0].detach(), row.detach()
-        self.step_size, self.tried = math.nan, Counter[int]()  # steps in each pass
+        self.step_size, self.tried = math.nan, Counter[int]()  # attempted steps by backward pass
         finite, self.is_down = torch.stack([all_finite(row), (t[:2].diff() < 0).any()]).tolist()
         if not finite:
             message = "the initial state is not finite. Fix: look at the block's input"
             raise self.failure(errors.NonFiniteError, message, t[0])
 
     def __call__(self, t: Tensor, y: Tensor) -> Tensor:
-        """Return the derivative, and reuse the evaluation of :meth:`leaves` if its arguments are equal."""
-        t, y = t.to(self.dtype), y.to(self.dtype)  # times of another dtype promote a scalar state
+        """Return the value of the field; reuse that of the evaluation in :meth:`leaves` if the arguments are equal."""
+        t, y = t.to(self.dtype), y.to(self.dtype)  # times of a wider dtype would change the dtype of a scalar state
         first, self.first = self.first, None
         if first is not None and torch.equal(t, first[0]) and torch.equal(y, first[1]):
             return first[2]
@@ -164,7 +168,7 @@ class CountedField:
         return self.term(t, y.clone() if y.is_leaf and y.requires_grad else y)  # f may change it in place
 
     def _evaluate_in_backward(self, t: Tensor, y: Tensor) -> Tensor:
-        """Evaluate the field with its parameters of the forward pass; raise ValueError if it uses unknown leaves."""
+        """Evaluate the field with the parameters of the forward pass; raise ValueError if it uses unknown leaves."""
         with self.snapshot, torch.autocast(y.device.type, enabled=False, cache_enabled=False):
             if not torch.is_grad_enabled():  # for the gradient of an output time
                 return self._evaluate(t, y)
@@ -173,11 +177,11 @@ class CountedField:
     def leaves(self, t: Tensor, row: Tensor, perturb: bool) -> tuple[Tensor, ...]:
         """Return the leaf tensors for which the adjoint must compute gradients.
 
-        These are the field's parameters, and all leaves in the graph of the first evaluation. The solver reuses this
-        evaluation.
+        These are the field's parameters, and all leaf tensors in the graph of an evaluation at the start. The next call
+        of the field with equal arguments reuses the value of this evaluation.
         """
         t0, end, y0 = t[0].detach().to(self.dtype), t[-1].detach().to(self.dtype), row.detach().requires_grad_()
-        t0 = torch.nextafter(t0, end) if perturb else t0  # the option "perturb" avoids the start
+        t0 = torch.nextafter(t0, end) if perturb else t0  # the option "perturb" evaluates just after the start
         leaves, value = closed_over_leaves(lambda: self._evaluate(t0, y0), (y0,), is_dense=True)
         self.first = (t0, y0.detach(), value.detach())
         self.recent.append((t0, value.detach()))
@@ -186,7 +190,7 @@ class CountedField:
         return tuple(found.values())
 
     def _call_back(self, name: str, t0: Tensor, y0: State, dt: Tensor) -> None:
-        """Handle a callback: a step of size ``dt`` from ``(t0, y0)`` starts, is accepted or is rejected."""
+        """Handle the callback ``name`` of torchdiffeq: a step of size ``dt`` from ``(t0, y0)`` starts or ends."""
         in_adjoint, called = name.endswith("_adjoint"), name.removesuffix("_adjoint")
         t0 = -t0 if in_adjoint and self.is_down else t0  # torchdiffeq's adjoint negates decreasing times
         if called == "callback_step":
@@ -194,14 +198,14 @@ class CountedField:
         if called in self.events:
             count_step(self.counter, self.events[called], t0, dt, getattr(self.term.field, "_in_time", None))
         if (callback := getattr(self.term.field, name, None)) is not None:
-            callback(t0, y0 if in_adjoint else self.term.unflatten((y0,)), dt)  # type: ignore[arg-type] # a row
+            callback(t0, y0 if in_adjoint else self.term.unflatten((y0,)), dt)  # type: ignore[arg-type] # a flat state
 
     def _begin_step(self, t0: Tensor, y0: State, dt: Tensor, what: str) -> None:
         """Raise an error if the state is not finite, the step is too small, or there are too many steps."""
         numbers = [x.to(dt).reshape(()) for x in (dt, all_finite(y0), (t0 + dt == t0) | (t0 - dt == t0))]
-        self.step_size, finite, stuck = torch.stack(numbers).tolist()  # with one synchronisation
+        self.step_size, finite, stuck = torch.stack(numbers).tolist()  # one check, so that a GPU is synchronised once
         is_adaptive = self.listed.kind == "adaptive"
-        if not finite or (is_adaptive and self.step_size == 0):  # a NaN error estimate gives step size 0
+        if not finite or (is_adaptive and self.step_size == 0):  # an error estimate of NaN makes the step size 0
             raise self.failure(errors.NonFiniteError, STATE.format(what), t0)
         if is_adaptive:
             if stuck:
@@ -220,7 +224,7 @@ class CountedField:
             raise self.failure(errors.MaxStepsError, TOO_MANY.format(self.settings.max_steps, counted), t)
 
     def check_solution(self, rows: Tensor, t: Tensor) -> None:
-        """Raise an error if the last step is not finite or scipy stopped early, which no callback reports."""
+        """Raise an error if the solution is not finite or scipy stopped early, which no callback reports."""
         if len(rows) != len(t):
             message = f"scipy stopped after {len(rows)} of {len(t)} output times. Fix: method='dopri5'"
             raise self.failure(errors.SolverError, message, t[-1])
@@ -247,7 +251,7 @@ class CountedField:
 
 
 def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequence[str]) -> None:
-    """Warn about callbacks ``names`` that a field has, because ``method`` never calls them."""
+    """Warn that ``method`` never calls the callbacks in ``names`` that the field has."""
     own, kind = getattr(field, "__dict__", {}), type(field)
     ignored = [name for name in names if name in own or hasattr(kind, name)]
     if ignored:
@@ -256,18 +260,18 @@ def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequ
 
 
 def all_options(settings: Settings, t: Tensor) -> dict[str, Any]:
-    """Return the options for torchdiffeq: the given ones, and those for ``steps``, ``save`` and ``jump_times``."""
+    """Return the options for torchdiffeq: the given options, and options for ``steps``, ``save`` and ``jump_times``."""
     method, steps, jumps = settings.method, settings.steps, settings.jump_times
     options, listed = checked_options(settings.options, method), TORCHDIFFEQ_METHODS[method]
     _refuse_conflicts(settings, options)
     if steps is not None or (jumps and listed.needs_fixed_steps):
         options["grid_constructor"] = functools.partial(equal_steps, steps=steps or 1, jumps=jumps)
     if jumps and listed.needs_fixed_steps:
-        options["perturb"] = True  # stages at the ends of a step are just inside it
+        options["perturb"] = True  # f is evaluated just inside the step instead of at its ends
     elif jumps:
         options["jump_t"] = torch.tensor(jumps, dtype=t.dtype, device=t.device)
     if listed.kind == "adaptive":
-        options.setdefault("dtype", _torch.widest(t.device))  # torchdiffeq's own is float64
+        options.setdefault("dtype", _torch.widest(t.device))  # torchdiffeq's default is float64
         if settings.save == "exact":  # torchdiffeq rejects step times that are jumps
             options["step_t"] = t[~torch.isin(t, options["jump_t"].to(t))] if "jump_t" in options else t
     return options
@@ -294,9 +298,9 @@ def _refuse_conflicts(settings: Settings, options: dict[str, Any]) -> None:
 
 
 def equal_steps(func: object, y0: Tensor, t: Tensor, *, steps: int, jumps: Sequence[float] = ()) -> Tensor:
-    """Return the times of ``steps`` equal steps between neighbours among ``t`` and the ``jumps`` inside it.
+    """Return the end points of steps: ``steps`` equal steps between each two neighbouring times of ``t`` and ``jumps``.
 
-    They are differentiable in t and exact at t.
+    Jumps outside the time span are ignored. The result contains t exactly, and is differentiable with respect to t.
     """
     if jumps:
         inside = torch.tensor(jumps, dtype=t.dtype, device=t.device)
@@ -308,14 +312,14 @@ def equal_steps(func: object, y0: Tensor, t: Tensor, *, steps: int, jumps: Seque
 
 
 def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedField) -> dict[str, Any]:
-    """Return the options of the backward solve: the given ones, and those of the forward solve except its norm."""
+    """Return the options of the backward solve: the given options, and those of the forward solve except its norm."""
     given: Any = {"norm": "seminorm"} if settings.adjoint_options is None else settings.adjoint_options
     given, term = checked_options(given, settings.method, "adjoint_options"), weakref.proxy(counted.term)
     if (norm := given.get("norm", "seminorm")) != "seminorm":
         if not callable(norm):
             fix = "leave the norm out for torchdiffeq's own, over all of the adjoint's state"
             raise ValueError(f"adjoint_options['norm'] must be 'seminorm' or a function, got {norm!r}. Fix: {fix}.")
-        if not isinstance(term.like, Tensor):  # pass the tensors of y and its adjoint separately
+        if not isinstance(term.like, Tensor):  # the norm gets the tensors of y and of its adjoint separately
             given["norm"] = lambda x: norm((x[0], *term.unflatten(x[1:2]), *term.unflatten(x[2:3]), *x[3:]))
     dropped = {"norm", *(GRID if any(name in given for name in GRID) else ())}
     options = {name: value for name, value in own.items() if name not in dropped} | given

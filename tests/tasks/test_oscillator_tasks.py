@@ -19,13 +19,12 @@ def test_silverbox_sees_v2_of_the_past_alone():
     past, drive = torch.randn(2, 5, 2), torch.randn(2, 7 * silverbox.FINE + 1)
     simulated = model(past, drive)
     assert simulated.shape == (2, 7)
-    past[:, -1, 1] += 1.0
-    changed = model(past, drive)
-    assert (changed - simulated).abs().max() > 1e-6
     drive[:, 4 * silverbox.FINE] += 1.0  # V1 at the fourth sample
     later = model(past, drive)
-    assert torch.equal(later[:, :3], changed[:, :3])
-    assert (later[:, 3:] - changed[:, 3:]).abs().min() > 0
+    assert torch.equal(later[:, :3], simulated[:, :3])
+    assert (later[:, 3:] - simulated[:, 3:]).abs().min() > 0
+    past[:, -1, 1] += 1.0
+    assert (model(past, drive) - later).abs().max() > 1e-6
 
 
 # Plane vibration
@@ -77,15 +76,12 @@ def test_noisy_oscillators_forecast_as_their_layer_does():
     torch.testing.assert_close(log_likelihood, noisy.oscillators.log_likelihood(x, t[:, :-1]))
 
 
-def test_frequencies_of_runs_are_drawn_and_tabulated(tmp_path, capsys):
-    folder = tmp_path / "kalman"
-    folder.mkdir()
+def test_frequencies_of_runs_are_drawn_and_tabulated(tmp_path):
     config = plane_vibration.PlaneVibrationConfig(model="kalman", data="generated")
     state = plane_vibration.make_model(config).state_dict()
-    write_tensors(folder / "checkpoint.pt", {"model": state})
+    (tmp_path / "kalman").mkdir()
+    write_tensors(tmp_path / "kalman" / "checkpoint.pt", {"model": state})
     described = {"task": "plane_vibration", **dataclasses.asdict(config)}
-    (folder / "config.json").write_text(json.dumps(described))
+    (tmp_path / "kalman" / "config.json").write_text(json.dumps(described))
     plane_vibration_frequencies.main([str(tmp_path), "--out", str(tmp_path / "out")])
-    assert "generated: resonances at 3." in capsys.readouterr().out
     assert len((tmp_path / "out" / "frequencies.csv").read_text().splitlines()) == 13
-    assert (tmp_path / "out" / "frequencies.png").read_bytes()[:4] == b"\x89PNG"

@@ -41,8 +41,7 @@ language_model {TEXT} {WORDS}
 latent_sde --model kalman --dataset vibration --data generated --eval-samples 3 {SDE}
 lra --min-length 5 --max-length 40 --train-size 60 --test-size 20 --iterations 3 --warmup 2 {TRANSFORMER}
 pathological --problem addition --model dtriv {PATHS}
-pixel_mnist --model forget --permuted {PIXELS}
-pixel_mnist --model adam --cell dtriv --rebase 2 {PIXELS}
+pixel_mnist --model adam --cell dtriv --rebase 2 --permuted {PIXELS}
 point_cloud --tol 0.1
 polyphonic_music --data generated --hidden 5 --length 20
 recall --kind again --model heavy_ball --most 8 --iterations 2 --batch-size 4 --test-size 4 {TRANSFORMER}
@@ -58,23 +57,9 @@ latent_sde --model hbsde --eval-samples 3 {SDE}
 pathological --problem memorization_5 --model tanh --optimizer hf --max-cg 8 {PATHS}
 pendulum --model port_hamiltonian --swings 8 --batch-size 4 --times 3 --hidden 4 --periods 2
 plane_vibration --data generated --schedule constant --tol 0.1 --batch-size 2
-plane_vibration --data generated --schedule constant --model oscillators --batch-size 2
-silverbox --model oscillators {RECORD}
-speech --model plain --cell rnn --optimizer hf --max-cg 5 {VOICES}
 translation --model adaptive --iterations 2 --schedule constant {PAIRS} {TRANSFORMER}
-walker2d --model hbnode --windows 24 --batch-size 8 --tol 1e-3 --ahead 3
 """
-FIGURES = {
-    "bouncing_balls": "frames.png",
-    "density": "density.png",
-    "image_generation": "samples.png",
-    "latent_sde": "bands.png",
-    "pendulum": "energy.png",
-    "plane_vibration": "forecast.png",
-    "point_cloud": "evolution.png",
-    "silverbox": "simulation.png",
-    "walker2d": "forecast.png",
-}
+DRAWING = "bouncing_balls density image_generation latent_sde pendulum plane_vibration point_cloud silverbox walker2d"
 
 
 @pytest.fixture
@@ -90,31 +75,28 @@ def small_data(tmp_path, monkeypatch):
     rows = "".join(f"{a!r},{b!r},\n" for a, b in random.normal(0, 0.1, (800, 2)).tolist())
     (root / "SNLS80mV.csv").write_text(f'"V1","V2",\n{rows}')
     monkeypatch.setattr(silverbox_data, "ROWS", 800)
-    multisine, arrow = slice(650, 800), slice(20, 200)
-    sets = {"train": slice(250, 650), "multisine": multisine, "arrow_no_extrapolation": arrow, "arrow_full": arrow}
+    arrow = slice(20, 200)
+    sets = {"train": slice(250, 650), "multisine": arrow, "arrow_no_extrapolation": arrow, "arrow_full": arrow}
     monkeypatch.setattr(silverbox, "SETS", sets)
     monkeypatch.setattr(walker2d, "LENGTH", 6)
     monkeypatch.setattr(plane_vibration, "WINDOW", 26)
-    whole_clinic = labelled_series.clinic
-    monkeypatch.setattr(labelled_series, "clinic", lambda count: whole_clinic(40))
-    whole_split = plane_vibration.split_rows
-    monkeypatch.setattr(
-        plane_vibration, "split_rows", lambda *args: {name: rows[:4:2] for name, rows in whole_split(*args).items()}
-    )
-    whole_tones, whole_chords = speech.tones, polyphonic.chords
-    monkeypatch.setattr(speech, "tones", lambda: whole_tones((6, 3, 3)))
-    monkeypatch.setattr(polyphonic, "chords", lambda: whole_chords((4, 2, 2)))
+    clinic, tones, chords, split = labelled_series.clinic, speech.tones, polyphonic.chords, plane_vibration.split_rows
+    monkeypatch.setattr(labelled_series, "clinic", lambda count: clinic(40))
+    monkeypatch.setattr(speech, "tones", lambda: tones((6, 3, 3)))
+    monkeypatch.setattr(polyphonic, "chords", lambda: chords((4, 2, 2)))
+    few = {name: rows[:4:2] for name, rows in split(73_728, "honest").items()}
+    monkeypatch.setattr(plane_vibration, "split_rows", lambda *args: few)
 
 
 @pytest.mark.parametrize("run", [*RUNS.strip().splitlines(), *slow(*MORE_RUNS.strip().splitlines())])
-def test_a_task_trains_resumes_and_leaves_its_files(run, small_data, tmp_path, monkeypatch, capsys):
+def test_a_task_trains_resumes_and_leaves_its_files(run, small_data, tmp_path, monkeypatch):
     task, *options = run.split()
     main = importlib.import_module(f"tasks.{task}").main
     command = [*options, "--device", "cpu", "--epochs", "2", "--out"]
     main([*command, str(tmp_path / "whole")])
     (summary,) = (tmp_path / "whole").rglob("summary.json")
-    files = {"config.json", "metrics.csv", "summary.json", "checkpoint.pt"}
-    assert files | ({FIGURES[task]} if task in FIGURES else set()) <= names_in(summary.parent)
+    assert {"config.json", "metrics.csv", "summary.json", "checkpoint.pt"} <= names_in(summary.parent)
+    assert (task in DRAWING.split()) <= any(summary.parent.glob("*.png"))
     rows = read_metrics(summary.parent)
     assert [row["epoch"] for row in rows] == ["1", "2"]
     assert all(math.isfinite(float(value)) for row in rows for value in row.values())
@@ -136,10 +118,6 @@ def test_a_task_trains_resumes_and_leaves_its_files(run, small_data, tmp_path, m
     main([*command, str(tmp_path / "parts")])
     (resumed,) = (tmp_path / "parts").rglob("summary.json")
     assert read_metrics(resumed.parent) == rows
-    before = resumed.read_bytes()
-    main([*command, str(tmp_path / "parts")])
-    assert "is finished already" in capsys.readouterr().out
-    assert resumed.read_bytes() == before
 
 
 def test_errors_of_the_silverbox_are_in_millivolts(small_data, tmp_path):
@@ -150,7 +128,6 @@ def test_errors_of_the_silverbox_are_in_millivolts(small_data, tmp_path):
     volts = silverbox_data.read_silverbox()
     train = volts[silverbox.SETS["train"]][:-120, 1].double()
     records, _ = silverbox.split(volts, 120)
-    for name in ("multisine", "arrow_no_extrapolation"):
-        simulated = silverbox.simulate(trained, records[name], silverbox.SilverboxConfig(past=5)).double()
-        errors = train.mean() + train.std() * simulated - volts[silverbox.SETS[name]][50:, 1]
-        assert summary[f"{name}_rmse_mV"] == pytest.approx(1000 * errors.square().mean().sqrt().item(), rel=1e-2)
+    simulated = silverbox.simulate(trained, records["multisine"], silverbox.SilverboxConfig(past=5)).double()
+    errors = train.mean() + train.std() * simulated - volts[silverbox.SETS["multisine"]][50:, 1]
+    assert summary["multisine_rmse_mV"] == pytest.approx(1000 * errors.square().mean().sqrt().item(), rel=1e-2)

@@ -16,8 +16,8 @@ from hbnode._torch import exports_any, fast_form, is_tracing, keep_freed_memory,
 from hbnode._tree import Record, record
 from hbnode.nn.heavy_ball_memory import check_heads, check_mask, check_state
 
-CHUNKS_AT_ONCE = 96  # chunks, over all heads, that a CPU computes together: few, so that their matrices fit its cache
-Rate = float | Tensor  # β or γ: a number, or a tensor () or (heads,)
+CHUNKS_AT_ONCE = 96  # number of chunks, over all heads, that a CPU computes together, so that they fit its cache
+Rate = float | Tensor  # the type of β and γ: a number, or a tensor of shape () or (heads,)
 
 
 @record
@@ -26,7 +26,7 @@ class MomentumAttentionState(Record):
 
     Attributes:
         s: weighted sum of φ(k) vᵀ over the keys, with φ(k) = elu(k) + 1 (batch, heads, dim, value_dim).
-        p: momentum, the sum of φ(k) vᵀ with weights decaying into the past (batch, heads, dim, value_dim).
+        p: momentum, a weighted sum of φ(k) vᵀ in which earlier keys weigh less (batch, heads, dim, value_dim).
         z: sum of φ(k) over the keys (batch, heads, dim).
     """
 
@@ -67,8 +67,8 @@ def momentum_attention(
     may hold NaN or infinity. Unmasked NaN or infinity spreads to all later outputs of its head, and to some before it.
     All tensor arguments have gradients of any order.
 
-    Long sequences are cut into segments of some chunks. To save memory, the backward pass recomputes the first half of
-    the segments.
+    Long sequences are divided into segments of several chunks. To save memory, the backward pass recomputes the first
+    half of the segments.
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), arXiv:2110.07034:
@@ -81,18 +81,18 @@ def momentum_attention(
         v: values (batch, heads, length, value_dim).
         momentum: β, 0 <= β < 1, as a number or a tensor () or (heads,), which may be learned. Values of tensors are
             not checked.
-        step_size: γ >= 0, likewise. Default: ``1.0``
+        step_size: γ >= 0, in the same form. Default: ``1.0``
         causal: whether the i-th query attends to the first i keys only, or to all keys. The weight of a key depends on
             the number of keys that follow it, not counting ignored keys. Default: ``True``
         key_padding_mask: (batch, length), True = ignore: the key does not change the state, and a query at its position
             uses the unchanged state. Default: ``None``
         eps: ε, added to the denominator. Outputs before the first key are 0, also with ε = 0. Default: ``1e-6``
-        initial_state: state to continue from, as an earlier call returned it; None is zeros. Default: ``None``
-        return_state: whether to return the state after the last key too. Default: ``False``
+        initial_state: state of an earlier call, to continue from; None is zeros. Default: ``None``
+        return_state: whether to also return the state after the last key. Default: ``False``
         chunk_size: number of keys processed together. It changes only speed and rounding. Default: ``64``
 
     Returns:
-        Outputs (batch, heads, queries, value_dim). With ``return_state`` the outputs and a
+        The outputs (batch, heads, queries, value_dim). With ``return_state``, the outputs and a
         :class:`MomentumAttentionState`.
 
     Raises:
@@ -145,7 +145,10 @@ def _by_segments(
     eps: float,
     size: int,
 ) -> tuple[Tensor, MomentumAttentionState]:
-    """Return outputs and the last state of sequences of more than one key, segment by segment of chunks of ``size``."""
+    """Compute the outputs and the last state segment by segment, for sequences of more than one key.
+
+    A segment has several chunks of ``size`` keys.
+    """
     (_, k, v), (beta, gamma) = qkv, rates
     has_p, after = isinstance(beta, Tensor) or beta != 0, [state.s, state.p, state.z]
     size, spans = _divide(k, size, causal)
@@ -158,11 +161,11 @@ def _by_segments(
         if ignored is None and (i == 0 or spans[i] != spans[i - 1]):
             rows = torch.arange(1, size + 1, device=k.device)
             weights = _weigh(tables, rows[None, None], spans[i] // size, causal)
-        run = _recomputed if 2 * i + 2 < len(spans) else _chunkwise  # the first half saves its arguments only
+        run = _recomputed if 2 * i + 2 < len(spans) else _chunkwise  # for the first half only the arguments are saved
         out, *after = run((causal, has_p, eps, size), *part, *after, *weights)
         outputs.append(out)
     s, p, z = after
-    if not has_p:  # P is φ(k) vᵀ of the last key, or unchanged without a key
+    if not has_p:  # without momentum P is φ(k) vᵀ of the last key; it is unchanged if there is no key
         present = torch.ones_like(k[:1, 0, :, 0], dtype=torch.bool) if ignored is None else ~ignored
         none, last = (x[:, None, None, None] for x in (~present.any(1), present.cumsum(1).argmax(1)))
         k, v = (torch.take_along_dim(x, last, 2).masked_fill(none, 0.0).to(p.dtype) for x in (k, v))
@@ -171,10 +174,10 @@ def _by_segments(
 
 
 def _divide(k: Tensor, size: int, causal: bool) -> tuple[int, list[int]]:
-    """Return the number of keys in a chunk and in each segment of some chunks, for keys k."""
+    """Divide keys k into segments of chunks; return the number of keys per chunk, and the number in each segment."""
     length = k.shape[2]
-    # comparisons, not min and %, whose symbolic expressions take torch.compile long to simplify
-    if not causal or exports_any(length) or length <= size:  # an open number of chunks cannot be exported
+    # comparisons instead of min and %: torch.compile takes long to simplify symbolic expressions of these
+    if not causal or exports_any(length) or length <= size:  # a variable number of chunks cannot be exported
         return length, [length]
     span = 64 * size
     if k.device.type == "cpu" and not is_tracing():
@@ -189,13 +192,13 @@ def _divide(k: Tensor, size: int, causal: bool) -> tuple[int, list[int]]:
 
 
 def feature_map(x: Tensor) -> Tensor:
-    """Return φ(x) = elu(x) + 1, without the cancellation of elu(x) + 1 for negative x."""
+    """Return φ(x) = elu(x) + 1, computed such that it loses no digits for negative x."""
     return _feature_map(None, x)[0]
 
 
 def _feature_map_reference(_: None, x: Tensor) -> tuple[Tensor]:
     positive = x.relu()
-    return ((x - positive).exp() + positive,)  # not clamp, whose slope at 0 depends on torch's version
+    return ((x - positive).exp() + positive,)  # not clamp: its slope at 0 differs between versions of torch
 
 
 _feature_map = fast_form(_feature_map_reference, lambda _, x, phi, grads, needed: (grads[0] * phi[0].clamp(max=1.0),))(
@@ -206,7 +209,7 @@ _feature_map = fast_form(_feature_map_reference, lambda _, x, phi, grads, needed
 def _features(
     q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, causal: bool, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return φ of queries and keys, and the values; φ(k) and v of ignored keys are 0."""
+    """Return φ(q), φ(k) and v in the given dtype, with zeros for the φ(k) and v of ignored keys."""
     if ignored is not None:  # 0 * NaN is NaN
         mask = ignored[:, None, :, None]
         k, v = k.masked_fill(mask, 0.0), v.masked_fill(mask, 0.0)
@@ -232,19 +235,22 @@ def _recurrence(
 def _chunkwise(options: tuple[bool, bool, float, int], *tensors: Any) -> tuple[Tensor, ...]:
     """Compute the recurrence of :func:`momentum_attention` chunk by chunk.
 
-    A chunk has C rows: Q (φ of queries), K (φ of keys) and V (values). Not counting ignored keys, rows up to r have n_r
-    keys, and all rows have n. A key followed by n - 1 others has the weight g(n) = γ (1 + β + ... + β^{n-1}). The state
-    is S and P before the chunk, and S' and P' after it::
+    A chunk has C rows. Q holds φ of the queries, K holds φ of the keys, and V holds the values. n_r is the number of
+    keys in the rows up to r, not counting ignored keys, and n is their number in all rows. A key that is followed by
+    j - 1 other keys has the weight g(j) = γ (1 + β + ... + β^{j-1}). S and P are the state before the chunk, and S' and
+    P' are the state after it::
 
         W[r, c] = g(n_r - n_c + 1) for c <= r
         numerator = (Q Kᵀ ∘ W) V + Q S + β g(n_r) Q P
         S' = S + β g(n) P + Kᵀ diag(g(n - n_c + 1)) V
         P' = β^n P + Kᵀ diag(β^{n - n_c}) V
 
-    All weights are positive, so there is no cancellation if β is near 1. Without ``causal`` the sequence is one chunk.
-    With g and β^n of the numbers of keys between chunks, S and P before each chunk are matrix products too. The weights
-    are those of :func:`_weigh`, or with ignored keys the tables. The tensors are queries, keys, values, the mask of
-    ignored keys or None, S, P, z and the weights. The options are ``causal``, whether to use P, ε and C.
+    All weights are positive, so nothing cancels if β is near 1. Without ``causal`` the sequence is one chunk. S and P
+    before each chunk are also matrix products, with the weights g(j) and β^j for the numbers j of keys between chunks.
+
+    ``tensors`` are queries, keys, values, the mask of ignored keys or None, S, P, z, and the weights. The weights are
+    the result of :func:`_weigh`, or the tables of :func:`_weight_tables` if keys are ignored. ``options`` are
+    ``causal``, whether P is used, ε and C.
     """
     (causal, has_p, eps, size), (q, k, v, ignored, s, p, z, *weights), dtype = options, tensors, tensors[0].dtype
     q, k, v = _features(q, k, v, ignored, causal, s.dtype)
@@ -276,16 +282,16 @@ def _denominator(below: Tensor, eps: float) -> Tensor:
     return below + eps if eps else below.masked_fill(below == 0, math.inf)
 
 
-# computes a segment again for backward
+# computes a segment; its backward pass computes the segment again
 _recomputed = fast_form(
     _chunkwise, lambda options, tensors, _, grads, needed: reference_vjp(_chunkwise, options, tensors, grads, needed)
 )(lambda options, _, *tensors: (_chunkwise(options, *tensors), ()))
 
 
 def _weigh(tables: Sequence[Tensor], n: Tensor, chunks: int, causal: bool) -> tuple[Tensor, ...]:
-    """Return g(n - n_c + 1), β^{n - n_c}, β g(n_r), β g(m) and β^m from chunk to chunk, and if causal W.
+    """Return the weights g(n - n_c + 1), β^{n - n_c}, β g(n_r), β g(m) and β^m of :func:`_chunkwise`, and W if causal.
 
-    The argument n is n_r (batch or 1, chunks or 1, C), and m is the number of keys from chunk to chunk.
+    The argument ``n`` holds n_r, (batch or 1, chunks or 1, C). m is the number of keys between two chunks.
     """
     g, decay, beta_g = tables
     last, row = n[..., -1:, None], n.unsqueeze(-1)
@@ -299,12 +305,13 @@ def _weigh(tables: Sequence[Tensor], n: Tensor, chunks: int, causal: bool) -> tu
 def _weight_tables(beta: Rate, gamma: Rate, size: int, like: Tensor) -> tuple[Tensor, ...]:
     """Return tables of g(n) = γ (1 + β + ... + β^{n-1}), β^n and β g(n) for n = 0, ..., size.
 
-    Each table is (heads or 1, size + 1), computed in float64 if the device supports it, and cast to the dtype of like.
+    Each table is (heads or 1, size + 1). It is computed in float64 if the device supports it, and then converted to the
+    dtype of ``like``.
     """
     wide = torch.float32 if like.device.type == "mps" else torch.float64
     n = torch.arange(size + 1, device=like.device, dtype=wide)
     if isinstance(beta, Tensor):
-        # the summand is far below the precision of β; it avoids 0 * 0^{-2} = NaN in derivatives at β = 0
+        # a summand that is far below the precision of β; it avoids 0 * 0^{-2} = NaN in derivatives at β = 0
         beta = beta.to(wide).reshape(-1, 1)
         decay = (beta + torch.finfo(wide).tiny ** 0.3) ** n
     else:
@@ -315,7 +322,7 @@ def _weight_tables(beta: Rate, gamma: Rate, size: int, like: Tensor) -> tuple[Te
 
 
 def _look_up(table: Tensor, n: Tensor) -> Tensor:
-    """Index a table (heads, size + 1) with n (batch, chunks, ...), giving (batch, heads, chunks, ...)."""
+    """Look up n (batch, chunks, ...) in a table (heads, size + 1); return (batch, heads, chunks, ...)."""
     return table[:, n].transpose(0, 1)
 
 
