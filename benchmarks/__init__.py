@@ -1,1 +1,1 @@
-"""Timings that print ratios, measured side by side: ``python -m benchmarks.core``."""
+"""Benchmarks that time alternatives side by side and print ratios, for example ``python -m benchmarks.core``."""

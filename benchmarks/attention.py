@@ -1,4 +1,4 @@
-"""Attention in linear time beside softmax attention, causal: ``python -m benchmarks.attention``.
+"""Causal linear-time attention compared with softmax attention: ``python -m benchmarks.attention``.
 
 Five tables. *time*: forward passes and training steps at lengths from 256 to 16,384, over those of linear attention,
 and how many times as fast as softmax attention. *memory*: what they add to the peak, each in a fresh process.
@@ -44,28 +44,28 @@ SECTIONS = ("time", "memory", "generation", "precision", "forms")
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    """Softmax attention."""
+    """Return softmax attention."""
     return scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def linear(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, momentum: float = 0.0) -> Tensor:
-    """Linear attention, also with momentum."""
+    """Return linear attention, with momentum if ``momentum`` is not 0."""
     return momentum_attention(q, k, v, momentum=momentum)
 
 
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor, _: Tensor) -> Tensor:
-    """Gated DeltaNet."""
+    """Return the outputs of Gated DeltaNet."""
     return heavy_ball_memory(q, k, v, log_momentum=None, log_decay=decay, write=write)
 
 
 def heavy_ball(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor, momentum: Tensor) -> Tensor:
-    """The heavy-ball memory, its steps bounded as those of :class:`hbnode.nn.HeavyBallMemory`."""
+    """Return the outputs of the heavy-ball memory, with step sizes bounded as in :class:`hbnode.nn.HeavyBallMemory`."""
     rest = 1 - momentum.exp()
     return ours(q, k, v, decay, momentum, rest * (3 * rest).clamp(max=1), write)
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, momentum: Tensor, step: Tensor, write: Tensor) -> Tensor:
-    """The heavy-ball memory, with the arguments of :func:`loop`."""
+    """Return the outputs of the heavy-ball memory, called with the arguments of :func:`loop`."""
     return heavy_ball_memory(q, k, v, log_momentum=momentum, log_decay=decay, step=step, write=write)
 
 
@@ -153,11 +153,11 @@ class Contender:
 
     @torch.no_grad()
     def forward(self) -> None:
-        """The outputs, without gradient."""
+        """Compute the outputs without gradients."""
         self.attend(*self.inputs)
 
     def train(self) -> None:
-        """The outputs and the gradients of the inputs."""
+        """Compute the outputs and the gradients of the inputs."""
         for x in self.inputs:
             x.grad = None
         self.attend(*self.inputs).backward(self.gradient)
@@ -176,20 +176,20 @@ def timed(contenders: dict[str, Contender], labels: Row, kind: str, base: str, r
 
 
 def peak(name: str, length: int) -> dict[str, float]:
-    """MiB that a forward pass and a training step add to the peak of this process, which must be a fresh one."""
+    """Return the MiB that a forward pass and a training step add to the peak memory of this fresh process."""
     Contender.of(name, 64).train()  # what libraries keep for good
     contender = Contender.of(name, length)
     return harness.added_memory({"forward": contender.forward, "train": contender.train})
 
 
 def memory(length: int) -> list[Row]:
-    """Peaks, each in a process of its own."""
+    """Return the peak memory of each kind of attention, each in a separate process."""
     return [{"length": length, "attention": name, **in_fresh_process(peak, name, length)} for name in CONTENDERS]
 
 
 @torch.no_grad()
 def generation(batch: int, count: int) -> list[Row]:
-    """Transformers that step through the same tokens, in 30 turns of some steps each."""
+    """Return rows for transformers that process the same tokens step by step, alternating 30 times."""
     sizes = {"d_model": HEADS * DIM, "heads": HEADS, "layers": 2, "feedforward": 1024}
     configs = {name: ContenderConfig(model=name.replace(" ", "_"), **sizes) for name in CONTENDERS}
     models = {name: config.make_transformer(256).eval() for name, config in configs.items()}
@@ -211,7 +211,7 @@ def generation(batch: int, count: int) -> list[Row]:
 
 
 def _mebibytes(state: Any) -> float:
-    """Of the tensors of a state."""
+    """Return the size in MiB of the tensors in a state."""
     if isinstance(state, KeyValueCache):
         return _mebibytes((state.keys, state.values))
     if isinstance(state, Tensor):
@@ -238,7 +238,7 @@ def precision(smallest: float) -> Row:
 
 
 def draw(report: dict[str, Any], machine: str) -> Any:
-    """Time of a training step, its peak of memory, and the speed of generation."""
+    """Draw the time of a training step, its peak memory, and the speed of generation."""
     if not {"time", "memory", "generation"} <= report.keys():
         return None
     figure, (by_time, by_memory, by_tokens) = panels((12, 4), columns=3)
@@ -264,7 +264,7 @@ def draw(report: dict[str, Any], machine: str) -> Any:
 
 
 def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
-    """The sections that are asked for."""
+    """Yield the selected sections."""
     for length in LENGTHS if "time" in options.sections else ():
         contenders = {name: Contender.of(name, length) for name in CONTENDERS}
         yield "time", timed(contenders, {"length": length}, "attention", "linear", options.repeats)

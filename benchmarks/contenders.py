@@ -1,9 +1,9 @@
-"""Training steps on a heavy-ball equation with hbnode and with other libraries, all with the same numbers in them.
+"""Training steps on a heavy-ball equation with hbnode and with other libraries, all with the same inputs and weights.
 
-A step is: solve from h(0) = x, m(0) = 0 to T, take the mean of h(T)² as loss, and its gradient with respect to every
-parameter, the damping included, and to h(0). Calling a step makes one; ``gradient()`` makes one and returns the
-gradient as one float64 vector, in the same order for all. ``evaluations()`` are those of f in the forward and in the
-backward pass, as far as they can be known.
+A step solves from h(0) = x and m(0) = 0 to T. The loss is the mean of h(T)², and gradients are computed with respect to
+h(0) and all parameters, including the damping. Calling a step object runs a step. Its method ``gradient()`` runs a step
+and returns the gradient as one float64 vector, in the same order for all libraries. ``evaluations()`` returns how often
+f is evaluated in the forward and in the backward pass (None if this is unknown).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Solve = Callable[[hbnode.HBNODE, Tensor, float, float], Tensor]  # (field, x, T,
 
 @contextmanager
 def calls_of(module: nn.Module) -> Iterator[list[None]]:
-    """A list that grows by an entry with each call of a module."""
+    """Yield a list that grows by one entry with each call of a module."""
     calls: list[None] = []
     hook = module.register_forward_pre_hook(lambda *_: calls.append(None))
     try:
@@ -40,19 +40,19 @@ def calls_of(module: nn.Module) -> Iterator[list[None]]:
 
 
 class Stacked(nn.Module):
-    """An HBNODE on the stacked state [h, m], as one would write it for torchdiffeq alone."""
+    """An HBNODE with the stacked state [h, m], as one would write it for torchdiffeq."""
 
     def __init__(self, field: hbnode.HBNODE) -> None:
         super().__init__()
         self.field = field
 
     def forward(self, t: Tensor, z: Tensor) -> Tensor:
-        """The field on the two halves."""
+        """Return the derivative of the stacked state."""
         return torch.stack(self.field(t, (z[0], z[1])))
 
 
 class TorchStep:
-    """A training step whose solver is one of PyTorch's."""
+    """A training step with a solver for PyTorch."""
 
     def __init__(self, problem: Problem, solve: Solve, tol: float) -> None:
         self.field, self.end, self.solve, self.tol = problem.field, problem.end, solve, tol
@@ -60,21 +60,21 @@ class TorchStep:
         self.leaves = [*self.field.func.parameters(), self.field.omega, self.x]
 
     def forward(self) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         return self.solve(self.field, self.x, self.end, self.tol).square().mean()
 
     def __call__(self) -> None:
-        """Make the step."""
+        """Run the step."""
         for leaf in self.leaves:
             leaf.grad = None
         self.forward().backward()
 
     def gradient(self) -> Tensor:
-        """Make the step and return its gradient."""
+        """Run the step and return its gradient."""
         return harness.gradient(self, self.leaves).double()
 
     def evaluations(self) -> tuple[int, int]:
-        """Calls of f in the forward and in the backward pass."""
+        """Return the numbers of calls of f in the forward and in the backward pass."""
         with calls_of(self.field.func) as calls:
             loss = self.forward()
             forward = len(calls)
@@ -83,23 +83,26 @@ class TorchStep:
 
 
 class JaxStep:
-    """A training step under jit; the tolerance is an argument of the compiled function, which all steps share."""
+    """A training step with JAX under jit.
+
+    All steps share a compiled function that takes the tolerance as an argument.
+    """
 
     def __init__(self, compiled: Callable, count: Callable, arguments: Any, tol: float) -> None:
         self.compiled, self.count, self.arguments, self.tol = compiled, count, arguments, tol
 
     def __call__(self) -> None:
-        """Make the step and wait for its end."""
+        """Run the step and wait until it has finished."""
         rival("jax").block_until_ready(self.compiled(self.arguments, self.tol))
 
     def gradient(self) -> Tensor:
-        """Make the step and return its gradient."""
+        """Run the step and return its gradient."""
         _, gradients = self.compiled(self.arguments, self.tol)
         leaves = rival("jax").tree.leaves(gradients)
         return torch.cat([torch.from_numpy(np.array(leaf, dtype=np.float64)).flatten() for leaf in leaves])
 
     def evaluations(self) -> tuple[int, None]:
-        """Evaluations of the forward pass; those of the backward pass are hidden in the compiled code."""
+        """Return the evaluations in the forward pass. Those of the backward pass cannot be counted in compiled code."""
         return int(self.count(self.arguments, self.tol)), None
 
 
@@ -108,12 +111,12 @@ Maker = Callable[[Problem], Callable[[float], Step]]
 
 
 def of(solve: Solve) -> Maker:
-    """What makes training steps with a solver of PyTorch's."""
+    """Return a function that makes training steps with a PyTorch solver."""
     return lambda problem: lambda tol: TorchStep(problem, solve, tol)
 
 
 def native(method: str, gradient: Any, **options: Any) -> Solve:
-    """With one of hbnode's own methods."""
+    """Return a solve function that uses one of hbnode's methods."""
     options = {"method": method, "gradient": gradient, "max_steps": MAX_STEPS} | options
 
     def solve(field: hbnode.HBNODE, x: Tensor, end: float, tol: float) -> Tensor:
@@ -123,7 +126,7 @@ def native(method: str, gradient: Any, **options: Any) -> Solve:
 
 
 def with_torchdiffeq(norm: str | None, method: str = "dopri5", options: dict[str, Any] | None = None) -> Solve:
-    """With torchdiffeq alone: backpropagated (None), or its adjoint in the ``"full"`` norm or the ``"seminorm"``."""
+    """Return a solve with torchdiffeq: backpropagation (None), or adjoint in the ``"full"`` or ``"seminorm"`` norm."""
     options = {"max_num_steps": MAX_STEPS} if options is None else options
     backward = {"adjoint_options": options | ({"norm": "seminorm"} if norm == "seminorm" else {})}
     integrate, backward = (torchdiffeq.odeint_adjoint, backward) if norm else (torchdiffeq.odeint, {})
@@ -136,7 +139,7 @@ def with_torchdiffeq(norm: str | None, method: str = "dopri5", options: dict[str
 
 
 def with_torchode(method: str) -> Solve:
-    """With torchode's AutoDiffAdjoint, which has a step size for each sample."""
+    """Return a solve function that uses torchode's AutoDiffAdjoint, with a step size for each sample."""
     torchode = rival("torchode")
     kind = getattr(torchode, method.capitalize())
 
@@ -156,7 +159,7 @@ def with_torchode(method: str) -> Solve:
 
 
 def with_diffrax(method: str, adjoint: str) -> Maker:
-    """What makes training steps with diffrax, compiled, with one step size for the whole batch."""
+    """Return a function that makes compiled training steps with diffrax, with one step size for the whole batch."""
     jax, diffrax = rival("jax"), rival("diffrax")
     solver, how = getattr(diffrax, method.capitalize())(), getattr(diffrax, adjoint)()
 
@@ -176,7 +179,7 @@ def with_diffrax(method: str, adjoint: str) -> Maker:
             return diffrax.diffeqsolve(term, solver, 0.0, problem.end, None, y0, parameters, **options)
 
         loss = jax.value_and_grad(lambda arguments, tol: (solve(arguments, tol).ys[-1, 0] ** 2).mean())
-        # one evaluation starts either method, and six more make a step, the last of which begins the next step
+        # the start needs one evaluation and each step six; the last of these is reused by the next step
         count = jax.jit(lambda arguments, tol: 1 + 6 * solve(arguments, tol).stats["num_steps"])
         compiled = jax.jit(loss)
         return lambda tol: JaxStep(compiled, count, arguments, tol)
@@ -185,17 +188,17 @@ def with_diffrax(method: str, adjoint: str) -> Maker:
 
 
 def jax_arrays(*tensors: Tensor) -> tuple[Any, ...]:
-    """The same numbers as JAX arrays."""
+    """Return the tensors as JAX arrays."""
     return tuple(rival("jax").numpy.asarray(x.detach().numpy()) for x in tensors)
 
 
 def jax_layers(net: nn.Module) -> tuple[Any, ...]:
-    """Weight and bias of each linear layer of a network."""
+    """Return weight and bias of each linear layer of a network as JAX arrays."""
     return tuple(jax_arrays(layer.weight, layer.bias) for layer in net.layers if isinstance(layer, nn.Linear))
 
 
 def jax_network(layers: Any, h: Any) -> Any:
-    """A network of tanh."""
+    """Evaluate a network with tanh activations in JAX."""
     *hidden, (weight, bias) = layers
     for of_layer, shift in hidden:
         h = rival("jax").numpy.tanh(h @ of_layer.T + shift)
@@ -203,7 +206,7 @@ def jax_network(layers: Any, h: Any) -> Any:
 
 
 def rival(name: str) -> ModuleType:
-    """A library to compare with; JAX is told to use one thread, like PyTorch."""
+    """Import a library to compare with. JAX is set to use one thread, like PyTorch."""
     os.environ.setdefault("NPROC", "1")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")

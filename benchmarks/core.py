@@ -1,9 +1,10 @@
-"""What a training step costs over bare evaluations of its network, beside the ratios that are kept in ``ratios.json``.
+"""Cost of a training step relative to bare evaluations of its network, compared with earlier ratios in ``ratios.json``.
 
-Each case is a training step (forward and backward) of a block, an ODERNN or ``sdeint``. Bare is as many evaluations of
-the same network on the same batch, chained, with their backward pass; for the ODERNN it is ``nn.GRU``. Both are timed
-in turn, as processor time of one thread, and the median of the ratios is printed, with the kept one beside it. Ratios
-compare across machines far better than milliseconds. Writes JSON with the machine in it.
+Each case is a training step (forward and backward) of a block, an ODERNN or ``sdeint``. The bare step is a chain of as
+many evaluations of the same network on the same batch, with their backward pass; for the ODERNN it is a training step
+of ``nn.GRU``. Both are timed alternately, as processor time of one thread. The median of the ratios is printed together
+with the stored ratio. Ratios are more comparable between machines than milliseconds. Writes a JSON file, which includes
+a description of the machine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Step = Callable[[], Any]
 
 
 def chained(net: nn.Module, x: Tensor, count: int) -> Step:
-    """A training step of a network that is evaluated so many times, one after the other."""
+    """Return a training step of a network that is applied ``count`` times in sequence."""
 
     def loss() -> Tensor:
         h = x
@@ -43,7 +44,7 @@ def of_block(
     t: Tensor | None = None,
     **solver: Any,
 ) -> tuple[Step, Step]:
-    """The training step of a HeavyBallODEBlock, with h at its end, or at the times t; and the bare one."""
+    """Return the training step of a HeavyBallODEBlock, with outputs at its end or at times t, and the bare step."""
     torch.manual_seed(0)
     net = MLP(dim, list(hidden), dim, activation=nn.Tanh)
     block, x = hbnode.HeavyBallODEBlock(net, t_span=(0.0, end), **solver), torch.randn(batch, dim)
@@ -53,7 +54,7 @@ def of_block(
 
 
 def of_ode_rnn() -> tuple[Step, Step]:
-    """The training step of a default ODERNN with masks and irregular times, and of an nn.GRU."""
+    """Return the training step of a default ODERNN with masks and irregular times, and that of an nn.GRU."""
     torch.manual_seed(0)
     x, t, mask = torch.randn(50, 50, 12), (0.1 + torch.rand(50, 50)).cumsum(1), torch.rand(50, 50, 12) > 0.3
     rnn, gru = hbnode.ODERNN(12, 32, rtol=1e-3, atol=1e-3), nn.GRU(12, 32, batch_first=True)
@@ -62,7 +63,7 @@ def of_ode_rnn() -> tuple[Step, Step]:
 
 
 def of_sde() -> tuple[Step, Step]:
-    """The training step of sdeint by UBU, 20 steps, and the bare one."""
+    """Return the training step of sdeint with 20 UBU steps, and the bare step."""
     torch.manual_seed(0)
     net = MLP(32, [64, 64], 32, activation=nn.Tanh)
     sde, x = hbnode.HeavyBallSDE(net, damping=0.5, temperature=0.1), torch.randn(128, 32)
@@ -89,7 +90,7 @@ CASES: dict[str, Callable[[], tuple[Step, Step]]] = {
 
 
 def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
-    """A row for each case."""
+    """Yield a table row for each case."""
     rows: list[Row] = []
     kept = json.loads(Path(__file__).with_name("ratios.json").read_text())
     for name, make in CASES.items():

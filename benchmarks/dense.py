@@ -1,4 +1,4 @@
-"""Many output times: a training step of ours over one of torchdiffeq's, at equal tolerance.
+"""Many output times: the time of a training step with hbnode relative to torchdiffeq, at equal tolerance.
 
 The fields are those of torchdiffeq's own examples: the network of ``examples/latent_ode.py`` (4 -> 20 -> 20 -> 4, ELU),
 as a NODE and as the force of a heavy ball, from 1,000 starts to 100 times; and the cubic system of
@@ -46,7 +46,7 @@ class Cubic(nn.Module):
         self.a = nn.Parameter(torch.tensor([[-0.1, 2.0], [-2.0, -0.1]]))
 
     def forward(self, t: Tensor, y: Tensor) -> Tensor:
-        """The derivative."""
+        """Return the derivative."""
         return y**3 @ self.a
 
 
@@ -58,12 +58,12 @@ class Latent(nn.Module):
         self.layers = nn.Sequential(nn.Linear(4, 20), nn.ELU(), nn.Linear(20, 20), nn.ELU(), nn.Linear(20, 4))
 
     def forward(self, t: Tensor, y: Tensor) -> Tensor:
-        """The derivative."""
+        """Return the derivative."""
         return self.layers(y)
 
 
 def contenders(field: nn.Module, y0: State, t: Tensor) -> dict[str, Callable[[], None]]:
-    """A training step with torchdiffeq and with each of our ways to the output times."""
+    """Return a training step with torchdiffeq, and one with each of hbnode's ways to compute output times."""
 
     def theirs() -> Tensor:
         if isinstance(y0, Tensor):
@@ -81,7 +81,7 @@ def contenders(field: nn.Module, y0: State, t: Tensor) -> dict[str, Callable[[],
 
 
 def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
-    """A row for each contender on each problem."""
+    """Yield a table row for each solver on each problem."""
     batch, outputs, many = (4, 10, 20) if options.quick else (1000, 100, 1000)
     torch.manual_seed(0)
     x, t = torch.randn(batch, 4), torch.linspace(0.0, 5.0, outputs)

@@ -122,7 +122,7 @@ def draw(report: dict[str, Any], machine: str) -> Any:
 
 
 def measured(options: Options) -> Iterator[tuple[str, Any]]:
-    """Errors of methods and tolerances, and the speed."""
+    """Yield the errors for methods and tolerances, and the speed."""
     n, few, bounces, repeats = (5, 1, 2, 1) if options.quick else (10_000, 20, 20, options.repeats)
     pairs = product((None, "nystrom4", "tsit5"), (1e-6, 1e-10))
     yield "accuracy", [accuracy(min(n, 1000), bounces, tolerance, method) for method, tolerance in pairs]

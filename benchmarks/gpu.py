@@ -16,7 +16,7 @@ SOLVER = {"rtol": 1e-3, "atol": 1e-3}
 
 
 def models(width: int, batch: int) -> dict[str, tuple[nn.Module, Tensor]]:
-    """Return the models of the table, each with its input."""
+    """Return the models of the table, each with an input."""
 
     def block(**options: Any) -> nn.Module:
         return hbnode.HeavyBallODEBlock(hbnode.nn.MLP(width, [width], width), **options)
@@ -34,7 +34,7 @@ def models(width: int, batch: int) -> dict[str, tuple[nn.Module, Tensor]]:
 
 
 def milliseconds(model: nn.Module, x: Tensor) -> float:
-    """Return the median time of a forward and a backward pass."""
+    """Return the median time of a forward and a backward pass in milliseconds."""
 
     def step() -> None:
         y = model(x)
@@ -46,7 +46,7 @@ def milliseconds(model: nn.Module, x: Tensor) -> float:
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure and print the table."""
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs CUDA, and torch sees none. Fix: a machine with a GPU.")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads\n")

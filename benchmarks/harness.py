@@ -1,4 +1,4 @@
-"""What the benchmarks share: the command line, timing in turn, ratios, peaks of memory, tables, JSON and figures."""
+"""Code that the benchmarks share: command line, interleaved timing, ratios, peak memory, tables, JSON and figures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MISSING = "{name} is not installed, and the benchmark compares with it. Fix: pip
 def seconds(function: Callable[[], object], calls: int = 1) -> float:
     """Return the processor time of a call, without Python's garbage collector, as ``timeit`` does.
 
-    Other processes disturb it less than the time of the wall.
+    Other processes affect processor time less than wall-clock time.
     """
     gc.collect(0)
     gc.disable()
@@ -46,10 +46,10 @@ def seconds(function: Callable[[], object], calls: int = 1) -> float:
 def interleaved(
     functions: Mapping[str, Callable[[], object]], repeats: int, warm: int = 2, at_least: float = 0.0
 ) -> dict[str, list[float]]:
-    """Return the seconds of each function in each round, after some rounds that do not count.
+    """Return the time in seconds of each function in each round, after some warm-up rounds.
 
-    The order changes from round to round, because what ran before, in another library's threads or caches, is felt.
-    With ``at_least``, a function is called so often in a round that it takes about so many seconds.
+    The order changes from round to round, because the previous function can affect threads and caches. In each round a
+    function is called repeatedly, for about ``at_least`` seconds.
     """
     shuffle = random.Random(0)
     order = list(functions)
@@ -65,17 +65,17 @@ def interleaved(
 
 
 def milliseconds(times: Sequence[float]) -> float:
-    """Return the median, in ms."""
+    """Return the median time in milliseconds."""
     return 1e3 * statistics.median(times)
 
 
 def ratio(times: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median of the ratios of each round."""
+    """Return the median over the rounds of the ratio of two times."""
     return statistics.median(a / b for a, b in zip(times, base, strict=True))
 
 
 def training_step(module: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
-    """Return a training step without the optimizer's part."""
+    """Return a training step without the optimizer step."""
 
     def step() -> None:
         module.zero_grad()
@@ -91,26 +91,26 @@ def gradient(step: Callable[[], object], parameters: Iterable[Tensor]) -> Tensor
 
 
 def relative(x: Tensor, exact: Tensor) -> float:
-    """Return the relative error of a tensor, in the Euclidean norm."""
+    """Return the relative error of a tensor in the Euclidean norm."""
     return ((x - exact).norm() / exact.norm()).item()
 
 
 def peak_bytes() -> int:
-    """Return the peak of this process's memory.
+    """Return the peak memory of this process in bytes.
 
-    On Linux this is not ``ru_maxrss``, because a process inherits that from its parent.
+    On Linux this is not ``ru_maxrss``, because a process inherits that value from its parent.
     """
     if sys.platform == "linux":
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
         assert found
         return 1024 * int(found[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS reports bytes
 
 
 def added_memory(functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the MiB that each function and those before it add to the peak of this process, a fresh one."""
+    """Return the MiB by which each function, after those before it, raises the peak memory of this fresh process."""
     if sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is in use; macOS cannot do so
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the memory in use; not possible on macOS
     start, found = peak_bytes(), {}
     for name, function in functions.items():
         function()
@@ -119,7 +119,7 @@ def added_memory(functions: Mapping[str, Callable[[], object]]) -> dict[str, flo
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function returns in a process of its own, with one thread."""
+    """Call a function in a new process with one thread, and return its result."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, context, torch.set_num_threads, (1,)) as pool:
         return pool.submit(function, *arguments).result()
@@ -128,9 +128,9 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 def command(
     doc: str | None, name: str, repeats: int | None = None, quick: str = "", sections: Sequence[str] = ()
 ) -> argparse.ArgumentParser:
-    """Return the command line of a benchmark: ``--out``, and further options where it has them."""
+    """Return the argument parser of a benchmark: ``--out``, and the options that the benchmark has."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(f"runs/benchmarks/{name}.json"), help="where to write JSON")
+    parser.add_argument("--out", type=Path, default=Path(f"runs/benchmarks/{name}.json"), help="path of the JSON file")
     if repeats is not None:
         parser.add_argument("--repeats", type=int, default=repeats, help=f"timed rounds [{repeats}]")
     if quick:
@@ -141,7 +141,7 @@ def command(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return rows under the names of their columns, numbers with three digits."""
+    """Format rows as a table with column names; numbers have three digits."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -174,19 +174,19 @@ def program(
     draw: Callable[[dict[str, Any], str], Any] | None = None,
     **options: Any,
 ) -> Callable[..., None]:
-    """Return the ``main`` of a benchmark.
+    """Return the ``main`` function of a benchmark.
 
-    It measures section by section on one thread, prints each as a table, and writes JSON with the machine in it, and a
-    figure beside it.
+    It measures section by section on one thread and prints each section as a table. It writes a JSON file, which
+    includes a description of the machine, and a figure.
 
     Arguments:
-        doc: text of the help.
-        name: of the file.
-        measured: of the options, names of sections with their rows, a list that may come in parts, or with one row or
-            number.
-        shown: what the table shows of a row.
-        draw: the figure of the whole report and the name of the machine, which may be None.
-        options: of :func:`command`.
+        doc: text at the start of the help.
+        name: name of the output files.
+        measured: function of the options that yields (section name, result). A result is a list of rows, a single row
+            or a number. The rows of a section can be yielded in several lists.
+        shown: function that selects the columns of a row for the table.
+        draw: function of the whole report and the name of the machine that returns a figure; None: no figure.
+        options: keyword arguments of :func:`command`.
     """
 
     def main(arguments: Sequence[str] | None = None) -> None:
@@ -206,7 +206,7 @@ def program(
 
 
 def write(out: Path, report: Mapping[str, Any]) -> str:
-    """Write a report with the machine in it, and return the machine's name and the version of torch."""
+    """Write a report with a description of the machine, and return the machine's name and the version of torch."""
     machine = environment(torch.device("cpu"))
     write_json(out, {"machine": machine, **report})
     print(f"written: {out}")

@@ -1,4 +1,4 @@
-"""What a Gauss-Newton product costs, in gradients of the same batch: ``python -m benchmarks.hessian_free``.
+"""Cost of a Gauss-Newton product relative to a gradient of the same batch: ``python -m benchmarks.hessian_free``.
 
 For tanh networks, a GRU and an LSTM with a readout at every sample, float32, squared error: the product of
 ``HessianFree``, with lambda and with structural damping; the same by a double backward pass through torch's own
@@ -37,7 +37,7 @@ CELLS: dict[str, Callable[[int, int], nn.Module]] = {
 
 
 class Net(nn.Module):
-    """A recurrent layer, time first, and a readout at every sample."""
+    """A recurrent layer, time first, and a linear output layer at every step."""
 
     def __init__(self, cell: str, setting: Setting) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class Net(nn.Module):
         self.readout = nn.Linear(setting.hidden, OUTPUTS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The outputs (T, batch, outputs)."""
+        """Return the outputs (T, batch, outputs)."""
         return self.readout(self.layer(x)[0])
 
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
-    """Layers of torch that have a second derivative."""
+    """Within a context, disable oneDNN, so that torch's recurrent layers have second derivatives."""
     torch.backends.mkldnn.enabled = False
     try:
         yield
@@ -60,7 +60,7 @@ def without_onednn() -> Iterator[None]:
 
 
 class Contender:
-    """A network with inputs x, targets y, and the vector that the matrices multiply."""
+    """A network with inputs x, targets y, and the vector to multiply by the curvature matrices."""
 
     def __init__(self, cell: str, setting: Setting) -> None:
         torch.manual_seed(0)
@@ -71,7 +71,7 @@ class Contender:
         self.vector = torch.randn(sum(parameter.numel() for parameter in self.parameters))
 
     def gradient(self) -> Tensor:
-        """The gradient of the loss."""
+        """Return the gradient of the loss."""
         loss = (self.net(self.x) - self.y).square().sum() / 2 / self.x.shape[1]
         return torch.cat([z.flatten() for z in torch.autograd.grad(loss, self.parameters)])
 
@@ -92,7 +92,7 @@ class Contender:
         return lambda: optimizer.product(self.vector)
 
     def double_backward(self) -> Callable[[], Tensor]:
-        """Products through torch's own layers, without structural damping."""
+        """Return a function that computes products through torch's layers, without structural damping."""
         with without_onednn():
             outputs = self.net(self.x)
         u = torch.zeros_like(outputs, requires_grad=True)
@@ -123,7 +123,7 @@ class Contender:
 
 
 def products(cell: str, setting: Setting) -> dict[str, Callable[[], Tensor]]:
-    """The gradient first, then the products."""
+    """Return functions by name: first the gradient, then the products."""
     contender = Contender(cell, setting)
     ways = {
         "gradient": contender.gradient,
@@ -135,7 +135,7 @@ def products(cell: str, setting: Setting) -> dict[str, Callable[[], Tensor]]:
 
 
 def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
-    """A row for each cell and way at each setting."""
+    """Yield a row for each cell and product at each setting."""
     if not importlib.util.find_spec("curvlinops"):
         print(MISSING.format(name="curvlinops"))
     for setting in (TINY,) if options.quick else SETTINGS:

@@ -1,4 +1,4 @@
-"""Training steps of an ODERNN on sparse irregular series beside nn.GRU: ``python -m benchmarks.irregular``.
+"""Training steps of an ODERNN and of nn.GRU on sparse irregular series: ``python -m benchmarks.irregular``.
 
 A made-up set: sines of 40 frequencies, of which three quarters of the values are missing, at times of a Poisson
 process; the class is whether the first frequency is high. Batches of 96, 64 samples, all models with a hidden size of
@@ -30,14 +30,14 @@ from benchmarks import harness
 from benchmarks.harness import Options, Row, in_fresh_process, interleaved, milliseconds, program, ratio, training_step
 
 BATCH, LENGTH, FEATURES, HIDDEN = 96, 64, 40, 32
-BATCHES = 10  # of an epoch
-EPOCHS = (0, 3)  # of training before
+BATCHES = 10  # batches in an epoch
+EPOCHS = (0, 3)  # epochs of training before the measurement
 UNIT = 10.0  # ten mean gaps; fit_time_unit would take ten median gaps, 6.9
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def make_batch(seed: int, length: int = LENGTH) -> Batch:
-    """Values, times, the mask and the class."""
+    """Return simulated values, times, the mask and the class."""
     generator = torch.Generator().manual_seed(seed)
     t = torch.empty(BATCH, length).exponential_(generator=generator).add_(1e-3).cumsum(1)
     frequency, phase = torch.rand(2, BATCH, 1, FEATURES, generator=generator)
@@ -48,19 +48,19 @@ def make_batch(seed: int, length: int = LENGTH) -> Batch:
 
 
 class Gated(nn.Module):
-    """torch.nn.GRU, which does not see the times."""
+    """A classifier with torch.nn.GRU, which ignores the times."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rnn, self.head = nn.GRU(2 * FEATURES, HIDDEN, batch_first=True), nn.Linear(HIDDEN, 1)
 
     def forward(self, x: Tensor, t: Tensor, mask: Tensor) -> Tensor:
-        """The logits."""
+        """Return the logits."""
         return self.head(self.rnn(_with_mask(x, mask))[0][:, -1])[:, 0]
 
 
 class Loop(nn.Module):
-    """The heavy ball from sample to sample by so many evaluations, 1 or 4, as a loop."""
+    """A heavy ball integrated from sample to sample in a Python loop, with 1 or 4 evaluations per gap."""
 
     def __init__(self, evaluations: int) -> None:
         super().__init__()
@@ -71,14 +71,14 @@ class Loop(nn.Module):
         self.head = nn.Linear(HIDDEN, 1)
 
     def leapfrog(self, s: Tensor, dt: Tensor, damping: Tensor) -> Tensor:
-        """Half a drift, a kick, half a drift."""
+        """Take a leapfrog step: half a position update, a momentum update, half a position update."""
         h, m = s.chunk(2, 1)
         h, decay = h + dt / 2 * m, torch.exp(-damping * dt)
         m = decay * m + (1 - decay) / damping * self.f(h)
         return torch.cat([h + dt / 2 * m, m], 1)
 
     def runge_kutta(self, s: Tensor, dt: Tensor, damping: Tensor) -> Tensor:
-        """The classical method on h and m side by side."""
+        """Take a step of the classical Runge-Kutta method on the pair of h and m."""
 
         def slope(s: Tensor) -> Tensor:
             h, m = s.chunk(2, 1)
@@ -90,7 +90,7 @@ class Loop(nn.Module):
         return s + dt / 6 * (first + 2 * second + 2 * third + slope(s + dt * third))
 
     def forward(self, x: Tensor, t: Tensor, mask: Tensor) -> Tensor:
-        """The logits."""
+        """Return the logits."""
         inputs, gaps = _with_mask(x, mask), t.diff().unsqueeze(-1) / UNIT
         s, damping = self.start.expand(len(x), -1), torch.sigmoid(self.omega)
         for i in range(x.shape[1]):
@@ -99,7 +99,7 @@ class Loop(nn.Module):
 
 
 class Hybrid(nn.Module):
-    """An ODERNN."""
+    """A classifier with an ODERNN."""
 
     def __init__(self, time_unit: float = UNIT, **options: Any) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Hybrid(nn.Module):
         self.head = nn.Linear(HIDDEN, 1)
 
     def forward(self, x: Tensor, t: Tensor, mask: Tensor) -> Tensor:
-        """The logits."""
+        """Return the logits."""
         return self.head(self.rnn(x, t, mask=mask)[1].h)[:, 0]
 
 
@@ -140,13 +140,13 @@ def _with_mask(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The cross-entropy of the logits."""
+    """Return the cross-entropy of the logits."""
     *inputs, target = batch
     return nn.functional.binary_cross_entropy_with_logits(model(*inputs), target)
 
 
 def trained(make: Callable[[], nn.Module], epochs: int) -> nn.Module:
-    """A model after some epochs."""
+    """Return a model after some epochs of training."""
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -157,7 +157,7 @@ def trained(make: Callable[[], nn.Module], epochs: int) -> nn.Module:
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch dispatches."""
+    """Count the operations that torch dispatches."""
 
     count = 0
 
@@ -168,7 +168,7 @@ class Operations(TorchDispatchMode):
 
 
 def profile(function: Callable[[], None]) -> dict[str, int]:
-    """Operations of torch and calls of Python in a step."""
+    """Return the numbers of torch operations and of Python calls in a step."""
     with Operations() as operations:
         function()
     calls = cProfile.Profile()
@@ -177,7 +177,7 @@ def profile(function: Callable[[], None]) -> dict[str, int]:
 
 
 def compare(epochs: int, repeats: int) -> list[Row]:
-    """A row for each model."""
+    """Return a table row for each model."""
     models = {name: trained(make, epochs) for name, make in MODELS.items()}
     batch = make_batch(1000)
     steps = {name: training_step(model, partial(loss, model, batch)) for name, model in models.items()}
@@ -192,7 +192,7 @@ def compare(epochs: int, repeats: int) -> list[Row]:
 
 
 def memory(name: str, length: int = 1000) -> float:
-    """MiB by which the process, a fresh one, grows in a step."""
+    """Return the MiB by which a fresh process grows in one step."""
     model = trained(MEMORY[name], 0)
     training_step(model, partial(loss, model, make_batch(0, 3)))()
     step = training_step(model, partial(loss, model, make_batch(0, length)))
@@ -200,7 +200,7 @@ def memory(name: str, length: int = 1000) -> float:
 
 
 def measured(options: Options) -> Iterator[tuple[str, Any]]:
-    """The memory of each model, then times."""
+    """Yield the memory of each model, then the times."""
     warnings.filterwarnings("ignore", message="the gaps between samples take")  # a unit that was not fitted
     yield "memory_MiB", {name: in_fresh_process(memory, name) for name in MEMORY}
     for epochs in EPOCHS:

@@ -43,7 +43,7 @@ SOLVERS = {
 
 
 def trained(name: str, splits: Splits, epochs: int) -> Forecaster:
-    """A model after some epochs, trained as the task does."""
+    """Return a model after some epochs of the task's training."""
     torch.manual_seed(0)
     model = Forecaster(name, rtol=1e-4, atol=1e-4)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -57,7 +57,7 @@ def trained(name: str, splits: Splits, epochs: int) -> Forecaster:
 
 
 def with_solver(model: Forecaster, tol: float, solver: dict[str, object]) -> Forecaster:
-    """The same weights, solved otherwise."""
+    """Return a model with the same weights and another solver."""
     model = copy.deepcopy(model)
     settings = {"method": None, "gradient": "direct", "per_sample": True, "rtol": tol, "atol": tol} | solver
     model.rnn.settings = dataclasses.replace(model.rnn.settings, **settings)
@@ -65,7 +65,7 @@ def with_solver(model: Forecaster, tol: float, solver: dict[str, object]) -> For
 
 
 def compare(name: str, splits: Splits, epochs: int, repeats: int) -> list[Row]:
-    """A row for each way to solve one model."""
+    """Yield a row for each way to solve one model."""
     model = trained(name, splits, epochs)
     batch = tuple(part[:BATCH] for part in splits.batches["train"])
     models = {what: with_solver(model, TOLERANCE, solver) for what, solver in SOLVERS.items()}
@@ -88,7 +88,7 @@ def compare(name: str, splits: Splits, epochs: int, repeats: int) -> list[Row]:
 
 
 def measured(options: Options) -> Iterator[tuple[str, Any]]:
-    """Rows for each model, untrained and trained."""
+    """Yield the rows for each model, untrained and trained."""
     record, source = f16.read_plane_vibration()
     splits = Splits.from_record(record, "paper")
     yield "tolerance", TOLERANCE

@@ -1,19 +1,18 @@
-"""Oscillators beside LSTM, GRU, ODE-RNNs and celerite2: ``python -m benchmarks.oscillators``.
+"""Speed of oscillators compared with LSTM, GRU, ODE-RNNs and celerite2: ``python -m benchmarks.oscillators``.
 
-Forward and backward passes of one layer, without the optimizer's part: 8 series of 64 features and a layer with 64
-outputs, for the oscillators from 128 of them, which have about as many parameters as the LSTM. "even" are samples that
-are counted, "shared" irregular times that are the same for all series, "own" times of each series' own. The loop takes
-one step after another through autograd, over times of each series' own. "selective" oscillators have 32 complex states,
-"real" ones 64 real states. ODE-RNNs, at tolerance 1e-3, are compared with
-oscillators that have as many parameters.
+The first table times forward and backward passes of one layer, without the optimizer step. The batch has 8 series with
+64 features, and the layer has 64 outputs. The layer of 128 oscillators has about as many parameters as the LSTM. "even"
+means regular samples, "shared" irregular times that are the same for all series, and "own" different times for each
+series. The loop computes "own" step by step with autograd. "selective" oscillators have 32 complex states, "real" ones
+64 real states. ODE-RNNs, at tolerance 1e-3, are compared with oscillators that have as many parameters.
 
-The filter and the smoother of noisy oscillators, three of them and one channel in float64, are compared with a filter
-that takes one sample at a time through autograd, and with celerite2, which takes one series at a time, without
-gradients. celerite2's likelihood and its posterior at the samples include the setting up of its kernel.
+The Kalman filter and smoother of three noisy oscillators with one channel in float64 are compared with two baselines.
+One is a filter that processes one sample at a time with autograd. The other is celerite2, which processes one series at
+a time without gradients. The times of celerite2 include building its kernel.
 
-Times are medians of processor time on one thread, of steps that take turns in one process; ratios are medians of the
-ratios of each round. "kept" is what autograd keeps for the backward pass. Writes JSON with the machine in it, and a
-figure beside it.
+Times are medians of processor time on one thread; the steps run alternately in one process. Ratios are medians of the
+ratios in each round. "kept" is the memory that autograd stores for the backward pass. Writes a JSON file, which
+includes a description of the machine, and a figure.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ from benchmarks.harness import Options, Row, interleaved, milliseconds, panels, 
 BATCH, FEATURES, HIDDEN, OSCILLATORS, SELECTIVE = 8, 64, 64, 128, 32
 SIZES = (1024, 4096, 16384), (64, 512), ((64, 64), (1, 1000), (100, 1000))  # T, T beside ODE-RNNs, batch and T
 TINY = (16, 32), (8,), ((2, 9),)
-LOOP_MOST = 1024  # samples that the loop is asked for
+LOOP_MOST = 1024  # largest number of samples for the loop
 
 
 def step(module: nn.Module, *inputs: Tensor) -> Callable[[], None]:
-    """A forward and a backward pass."""
+    """Return a function that runs a forward and a backward pass."""
     return training_step(module, lambda: module(*inputs)[0].square().mean())
 
 
 class Loop(nn.Module):
-    """The oscillators of a layer, one sample after another."""
+    """The oscillators of a layer, computed sample by sample."""
 
     def __init__(self, layer: hbnode.nn.Oscillators) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor]:
-        """The outputs alone."""
+        """Return the outputs, without a state."""
         layer, u = self.layer, x @ self.layer.weight_in.T
         gamma, kappa = layer.damping, layer.stiffness
         every = hbnode.nn.functional.oscillator_step(gamma, kappa, t.diff(dim=1, prepend=t[:, :1]).unsqueeze(-1))
@@ -63,7 +62,10 @@ class Loop(nn.Module):
 
 
 def kept(function: Callable[[], None]) -> float:
-    """MiB that autograd keeps for the backward pass; parameters and inputs count too, each tensor once."""
+    """Return the MiB that autograd stores for the backward pass, including parameters and inputs.
+
+    Each tensor counts once.
+    """
     found: dict[tuple[int, int], int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -76,7 +78,7 @@ def kept(function: Callable[[], None]) -> float:
 
 
 def layers(lengths: Sequence[int], rounds: int) -> Iterator[list[Row]]:
-    """A row for each layer and length."""
+    """Yield a table row for each layer and length."""
     make = partial(hbnode.nn.Oscillators, FEATURES, HIDDEN)
     layer, held, chooses = make(OSCILLATORS), make(OSCILLATORS, input="hold"), make(SELECTIVE, selective=True)
     is_real = make(2 * SELECTIVE, selective=True, frequency=None)
@@ -107,7 +109,7 @@ def layers(lengths: Sequence[int], rounds: int) -> Iterator[list[Row]]:
 
 
 def ode_rnns(lengths: Sequence[int], rounds: int) -> Iterator[list[Row]]:
-    """Rows of an ODE-RNN beside oscillators with as many parameters."""
+    """Yield table rows of an ODE-RNN and of oscillators with as many parameters."""
     features, batch = 8, 16
     rnn = hbnode.ODERNN(features, 32, rtol=1e-3, atol=1e-3)
     wanted = sum(p.numel() for p in rnn.parameters())
@@ -125,7 +127,7 @@ def ode_rnns(lengths: Sequence[int], rounds: int) -> Iterator[list[Row]]:
 
 
 def one_by_one(layer: hbnode.nn.Oscillators, x: Tensor, t: Tensor) -> Tensor:
-    """The log-likelihood of series x (batch, T), by a filter that updates its covariance after each sample."""
+    """Return the log-likelihood of series x (batch, T), by a filter that processes one sample at a time."""
     c, spread, noise = layer.weight_out[0], (2 * layer.log_spread).exp().repeat(2), layer.observation_noise.square()
     gamma, kappa, root = layer.damping, layer.stiffness, layer.stiffness.sqrt()
     mean, covariance, total = x.new_zeros(len(x), len(spread)), spread.diag().expand(len(x), -1, -1), torch.tensor(0.0)
@@ -144,7 +146,7 @@ def one_by_one(layer: hbnode.nn.Oscillators, x: Tensor, t: Tensor) -> Tensor:
 
 
 class Celerite:
-    """The same model in celerite2, for a layer whose outputs are the sum of the displacements."""
+    """The model of a layer in celerite2. The layer's output must be the sum of the displacements."""
 
     def __init__(self, layer: hbnode.nn.Oscillators) -> None:
         zeta, omega = layer.damping / (2 * layer.stiffness.sqrt()), layer.stiffness.sqrt()
@@ -155,7 +157,7 @@ class Celerite:
         return sum(self._process(times).log_likelihood(row.numpy()) for row, times in zip(x, t, strict=True))
 
     def smooth(self, x: Tensor, t: Tensor) -> list[Any]:
-        """The means and variances at the samples."""
+        """Return the posterior means and variances at the samples."""
         rows = zip(x, t, strict=True)
         return [self._process(times).predict(row.numpy(), return_var=True) for row, times in rows]
 
@@ -169,7 +171,7 @@ class Celerite:
 
 
 def filters(sizes: Sequence[tuple[int, int]], rounds: int) -> Iterator[list[Row]]:
-    """Rows of the filter and the smoother for batches of series, (batch, T)."""
+    """Yield table rows of the filter and the smoother, for batches of series (batch, T)."""
     layer = hbnode.nn.Oscillators(1, 1, 3, noise=True, frequency=(0.05, 0.2)).double()
     layer.weight_out.data.copy_(torch.tensor([[0.0, 0.0, 0.0, 1.0, 1.0, 1.0]]))
     peer, has_peer = Celerite(layer), importlib.util.find_spec("celerite2") is not None
@@ -202,7 +204,7 @@ def filters(sizes: Sequence[tuple[int, int]], rounds: int) -> Iterator[list[Row]
 
 
 def draw(report: dict[str, Any], machine: str) -> Any:
-    """Milliseconds against the length."""
+    """Draw milliseconds against the length."""
     figure, (axes,) = panels((6, 4))
     for name in dict.fromkeys(row["layer"] for row in report["layers"]):
         points = [(row["length"], row["ms"]) for row in report["layers"] if row["layer"] == name]
@@ -214,7 +216,7 @@ def draw(report: dict[str, Any], machine: str) -> Any:
 
 
 def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
-    """All tables."""
+    """Yield all tables."""
     torch.manual_seed(0)
     sizes = TINY if options.quick else SIZES
     for measure, cases in zip((layers, ode_rnns, filters), sizes, strict=True):

@@ -17,14 +17,14 @@ from tasks.data.images import read_digits
 
 @dataclass(frozen=True)
 class Problem:
-    """A field, where it starts, and the time at which the solution is wanted.
+    """A field, an initial state, and the time at which the solution is wanted.
 
     Attributes:
-        name: what tables and figures call it.
+        name: name in tables and figures.
         field: the equation.
         x: h(0), of shape (batch, ...).
         end: the time T; solves go from 0 to T.
-        m: m(0); None is rest.
+        m: m(0); None: zero.
     """
 
     name: str
@@ -35,22 +35,22 @@ class Problem:
 
     @property
     def state(self) -> tuple[Tensor, Tensor]:
-        """The state (h, m) at time 0."""
+        """Return the state (h, m) at time 0."""
         return self.field.initial_state(self.x) if self.m is None else (self.x, self.m)
 
     def to(self, dtype: torch.dtype) -> Problem:
-        """A copy with the same numbers in another precision, from rest."""
+        """Return a copy in another precision, with m(0) = 0."""
         return Problem(self.name, copy.deepcopy(self.field).to(dtype), self.x.to(dtype), self.end)
 
 
 def tanh_network(dim: int, scale: float) -> MLP:
-    """A random network d -> 64 -> 64 -> d whose weights are PyTorch's times a scale."""
+    """Return a random network d -> 64 -> 64 -> d with PyTorch's initial weights multiplied by ``scale``."""
     torch.manual_seed(0)
     return scaled(MLP(dim, [64, 64], dim, activation=nn.Tanh), scale)
 
 
 def scaled(func: nn.Module, scale: float) -> Any:
-    """The network with its weights, not its biases, times a scale."""
+    """Multiply the weights of a network, but not its biases, by ``scale``."""
     for weight in func.parameters():
         if weight.dim() > 1:
             weight.data *= scale
@@ -58,7 +58,7 @@ def scaled(func: nn.Module, scale: float) -> Any:
 
 
 def network(dim: int, scale: float, end: float, gamma: float) -> Problem:
-    """A random tanh network on h(0) ~ N(0, 1)."""
+    """Return a problem with a random tanh network and h(0) ~ N(0, 1)."""
     func = tanh_network(dim, scale)
     x = torch.randn(120 if dim == 5 else 128, dim)
     return Problem(
@@ -67,14 +67,14 @@ def network(dim: int, scale: float, end: float, gamma: float) -> Problem:
 
 
 def pendulum() -> Problem:
-    """A damped pendulum, h'' + 0.2 h' = -sin h, let go at 64 angles."""
+    """Return a damped pendulum, h'' + 0.2 h' = -sin h, released at 64 angles."""
     angles = torch.linspace(-3.0, 3.0, 64)[:, None]
     field = hbnode.HBNODE(lambda h: -torch.sin(h), damping=0.2, learn_damping=False)
     return Problem("damped pendulum, T = 10", field, angles, 10.0)
 
 
 def duffing() -> Problem:
-    """The driven Duffing oscillator, h'' + 0.3 h' = h - h³ + 0.5 cos(1.2 t), from 64 places."""
+    """Return the driven Duffing oscillator, h'' + 0.3 h' = h - h³ + 0.5 cos(1.2 t), from 64 initial positions."""
 
     def force(t: Tensor, h: Tensor) -> Tensor:
         return h - h**3 + 0.5 * torch.cos(1.2 * t)
@@ -84,7 +84,7 @@ def duffing() -> Problem:
 
 
 def trained(steps: int = 300) -> Problem:
-    """The field of a classifier of handwritten digits after some hundred steps of Adam, on 128 of its test images."""
+    """Return the field of a digit classifier after ``steps`` steps of Adam, on 128 test images."""
     torch.manual_seed(0)
     images, labels = read_digits("train")
     images = images.flatten(1)
@@ -101,7 +101,7 @@ def trained(steps: int = 300) -> Problem:
 
 
 def convolutional() -> Problem:
-    """A random three-layer convolutional f with tanh on 8 noisy images of 5 channels, 14x14."""
+    """Return a problem with a random three-layer convolutional f, on 8 noisy images of 5 channels, 14x14."""
     torch.manual_seed(0)
     func = scaled(ConvNet(5, 32, 5, activation=nn.Tanh, time_dependent=False), 3.0)
     return Problem(

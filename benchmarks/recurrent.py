@@ -1,4 +1,4 @@
-"""Momentum recurrent layers beside torch.nn's and beside the papers' own loops: ``python -m benchmarks.recurrent``.
+"""Speed of momentum recurrent layers compared with torch.nn and the papers' loops: ``python -m benchmarks.recurrent``.
 
 Five tables. *training*: a step of each rule's LSTM over that of ``nn.LSTM``, from rest, and carried on with the state
 of an earlier chunk. *cells*: the same over the per-step Python cell of the MomentumRNN paper's appendix F, as the batch
@@ -38,7 +38,7 @@ CARRIED = [f"{name}, carried" for name in OURS]
 
 @dataclass(frozen=True)
 class Setting:
-    """The sizes of a problem."""
+    """The sizes of a benchmark problem."""
 
     time: int
     batch: int
@@ -46,7 +46,7 @@ class Setting:
     inputs: int
 
     def __str__(self) -> str:
-        """T x batch x hidden x inputs."""
+        """Return the sizes as "T x batch x hidden x inputs"."""
         return f"{self.time} x {self.batch} x {self.hidden} x {self.inputs}"
 
 
@@ -140,13 +140,13 @@ class Contender:
             self.inputs.append(self.module(self.inputs[0][:2])[1].detach())
 
     def training(self) -> None:
-        """A training step without the optimizer's part."""
+        """Run a training step without the optimizer step."""
         self.module.zero_grad()
         self.module(*self.inputs)[0].square().mean().backward()
 
     @torch.no_grad()
     def evaluation(self) -> None:
-        """A forward pass."""
+        """Run a forward pass without gradients."""
         self.module(*self.inputs)
 
 
@@ -164,14 +164,14 @@ def timed(
 
 
 def training(options: Options) -> Iterator[list[Row]]:
-    """Steps of each rule's LSTM over those of nn.LSTM."""
+    """Yield the time of training steps of each rule's LSTM relative to nn.LSTM."""
     for setting in (TINY,) if options.quick else (*LSTMS, PAPER):
         carried = CARRIED if setting is not PAPER else []
         yield timed(["nn.LSTM", *OURS, *carried], setting, options.repeats)
 
 
 def cells(options: Options) -> Iterator[list[Row]]:
-    """Steps over those of the per-step cell, as the batch shrinks."""
+    """Yield the time of training steps relative to the per-step cell, for smaller and smaller batches."""
     names = ["appendix F", "appendix F, Adam", "nn.LSTM", *OURS]
     rivals = {"Adam": "appendix F, Adam", "RMSProp": "appendix F, Adam"}
     for setting in (TINY,) if options.quick else BATCHES:
@@ -179,20 +179,20 @@ def cells(options: Options) -> Iterator[list[Row]]:
 
 
 def orthogonal(options: Options) -> Iterator[list[Row]]:
-    """Steps of DTRIV layers over those of a plain loop."""
+    """Yield the time of training steps of DTRIV layers relative to a Python loop."""
     names = ["DTRIV", *(f"{rule}DTRIV" for rule in RULES)]
     setting, rivals = TINY if options.quick else ORTHOGONAL, {"DTRIV": "DTRIV, loop"}
     yield timed(["MomentumDTRIV, loop", "DTRIV, loop", *names], setting, options.repeats, rivals=rivals)
 
 
 def inference(options: Options) -> Iterator[list[Row]]:
-    """Forward passes without gradient over those of nn.LSTM, where batches are small."""
+    """Yield the time of forward passes without gradients relative to nn.LSTM, for small batches."""
     for setting in (TINY,) if options.quick else (*INFERENCE, PAPER):
         yield timed(["nn.LSTM", "MomentumLSTM", "AdamLSTM", "RMSPropLSTM"], setting, options.repeats, "evaluation")
 
 
 def peak(name: str, setting: Setting) -> dict[str, float]:
-    """MiB that evaluation and a training step add to the peak of this process, which must be a fresh one."""
+    """Return the MiB that evaluation and a training step add to the peak memory of this fresh process."""
     small = Setting(2, 1, setting.hidden, setting.inputs)
     Contender(name.removesuffix(", carried"), small).training()  # what libraries keep for good
     contender = Contender(name, setting)
@@ -200,7 +200,7 @@ def peak(name: str, setting: Setting) -> dict[str, float]:
 
 
 def memory(options: Options) -> Iterator[list[Row]]:
-    """Peaks at the setting of table 15, each layer's in a process of its own."""
+    """Yield the peak memory of each layer at the setting of table 15, each in a separate process."""
     setting = TINY if options.quick else PAPER
     names = ["nn.LSTM", "appendix F", "appendix F, Adam", *OURS, *CARRIED]
     rows = [{"setting": str(setting), "layer": name, **in_fresh_process(peak, name, setting)} for name in names]
@@ -217,7 +217,7 @@ SECTIONS: dict[str, Callable[[Options], Iterator[list[Row]]]] = {
 
 
 def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
-    """The sections that are asked for."""
+    """Yield the selected sections."""
     return ((name, rows) for name in options.sections for rows in SECTIONS[name](options))
 
 

@@ -1,11 +1,11 @@
-"""Evaluations of f that a solver needs for a given error: ``python -m benchmarks.solvers``.
+"""Number of evaluations of f that a solver needs for a given error: ``python -m benchmarks.solvers``.
 
-Each method solves each problem in float64 at tolerances from loose to tight. Its error is the root mean square over the
-batch, over h and m together, at the end of the solve; its cost is the number of evaluations of f. The evaluations for
-an error of 1e-3, 1e-5 and 1e-7 are interpolated between the runs that no cheaper run beats, on logarithmic scales.
-The reference is a solve with nystrom8 which one with torchdiffeq's dopri8 must confirm.
+Each method solves each problem in float64 at tolerances from loose to tight. Its error is the root mean square of the
+errors of h and m over the batch, at the end of the solve; its cost is the number of evaluations of f. The evaluations
+for an error of 1e-3, 1e-5 and 1e-7 are interpolated on logarithmic scales. Runs that are less accurate than a cheaper
+run are left out. The exact solution is computed by nystrom8 and checked with torchdiffeq's dopri8.
 
-Writes JSON with the machine in it, and a figure beside it.
+Writes a JSON file, which includes a description of the machine, and a figure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.harness import Options, Row, panels, program
 from benchmarks.problems import PROBLEMS, QUICK, Problem
 
 TARGETS = (1e-3, 1e-5, 1e-7)
-ENOUGH = 1e-8  # a sweep ends at this error,
+ENOUGH = 1e-8  # a sweep over tolerances ends at this error,
 TOO_MANY = 4_000  # or at this many evaluations
 TOLERANCES = [10 ** (-exponent / 2) for exponent in range(2, 25)]
 STEPS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
@@ -37,7 +37,10 @@ Outcome = tuple[torch.Tensor, int]
 
 
 def with_hbnode(problem: Problem, method: str, tol: float = 1e-5, **options: Any) -> Outcome:
-    """The end of a solve, (2, batch, ...), and its evaluations; ``+land`` behind a method's name asks for that."""
+    """Return the end state of a solve, (2, batch, ...), and its evaluations.
+
+    A method name that ends in ``+land`` makes steps end exactly at the output times.
+    """
     name, _, land = method.partition("+")
     options |= {"method": name, "rtol": tol, "atol": tol, "save": "exact" if land else "interpolate"}
     with torch.no_grad(), hbnode.count_nfe(problem.field) as nfe:
@@ -46,7 +49,7 @@ def with_hbnode(problem: Problem, method: str, tol: float = 1e-5, **options: Any
 
 
 def with_scipy(problem: Problem, method: str, tol: float) -> Outcome:
-    """The same with SciPy, on the first-order system as one vector."""
+    """Return the end state and the evaluations of a solve with SciPy, as a first-order system of one vector."""
     y0 = torch.stack(problem.state)
 
     @torch.no_grad()
@@ -59,7 +62,7 @@ def with_scipy(problem: Problem, method: str, tol: float) -> Outcome:
 
 
 def reference(problem: Problem) -> torch.Tensor:
-    """The solution at T, by two solvers that must agree."""
+    """Return the solution at T, computed by two solvers that must agree."""
     ours, _ = with_hbnode(problem, "nystrom8", 1e-13)
     theirs, _ = with_hbnode(problem, "dopri8+land", 1e-12)
     difference = rms(ours - theirs)
@@ -69,7 +72,7 @@ def reference(problem: Problem) -> torch.Tensor:
 
 
 def rms(x: torch.Tensor) -> float:
-    """Root mean square of all elements."""
+    """Return the root mean square of all elements."""
     return x.square().mean().sqrt().item()
 
 
@@ -80,14 +83,14 @@ def sweep(
     enough: float = ENOUGH,
     too_many: float = TOO_MANY,
 ) -> list[Run]:
-    """Runs with ever finer settings, until one is exact or expensive enough."""
+    """Return runs with finer and finer settings, until one is accurate or expensive enough."""
     runs: list[Run] = []
     for setting in settings:
         try:
             end, evaluations = solve(setting)
-        except hbnode.errors.MaxStepsError:  # as with tighter tolerances
+        except hbnode.errors.MaxStepsError:  # tighter tolerances would fail too
             break
-        except hbnode.SolverError:  # a grid too coarse to stay finite, or a tolerance too tight
+        except hbnode.SolverError:  # the steps are too large, or the tolerance is too small
             continue
         runs.append({"setting": setting, "evaluations": evaluations, "error": rms(end - exact)})
         if runs[-1]["error"] < enough or evaluations > too_many:
@@ -96,7 +99,7 @@ def sweep(
 
 
 def sweeps(problem: Problem, exact: torch.Tensor) -> tuple[dict[str, list[Run]], dict[str, list[Run]]]:
-    """All methods on one problem: those that choose their steps, and those on fixed grids."""
+    """Return the runs of all methods on one problem: adaptive methods, and methods with fixed steps."""
     adaptive = {name: partial(with_hbnode, problem, name) for name in ADAPTIVE}
     adaptive["DOP853"] = partial(with_scipy, problem, "DOP853")
     fixed = {name: lambda n, name=name: with_hbnode(problem, name, steps=n) for name in FIXED}
@@ -107,7 +110,7 @@ def sweeps(problem: Problem, exact: torch.Tensor) -> tuple[dict[str, list[Run]],
 
 
 def front(runs: list[Run]) -> list[tuple[float, float]]:
-    """(evaluations, error) of the runs that are more exact than every run as cheap."""
+    """Return (evaluations, error) of the runs that are more accurate than all runs with at most as many evaluations."""
     kept: list[tuple[float, float]] = []
     for evaluations, error in sorted((each["evaluations"], each["error"]) for each in runs):
         if not kept or error < kept[-1][1]:
@@ -116,7 +119,7 @@ def front(runs: list[Run]) -> list[tuple[float, float]]:
 
 
 def needed(runs: list[Run], target: float) -> float | None:
-    """Evaluations for an error: interpolated, never extrapolated; None where the error was not reached."""
+    """Return the interpolated number of evaluations for an error, or None if no run reached it."""
     points = front(runs)
     if not points or points[-1][1] > target:
         return None
@@ -125,7 +128,7 @@ def needed(runs: list[Run], target: float) -> float | None:
 
 
 def row(name: str, target: float, runs: dict[str, list[Run]]) -> Row:
-    """What each adaptive method needs for an error, and the ratios of our best to the baselines."""
+    """Return what each adaptive method needs for an error, and the ratios of hbnode's best method to the baselines."""
     counts = {method: needed(found, target) for method, found in runs.items()}
     best = min((counts[method] for method in NATIVE if counts[method] is not None), default=None)
     ratios = {other: best / counts[other] if best and counts[other] else None for other in BASELINES}
@@ -133,7 +136,7 @@ def row(name: str, target: float, runs: dict[str, list[Run]]) -> Row:
 
 
 def means(rows: list[Row]) -> Iterator[Row]:
-    """Geometric means of the ratios over the problems, for each error and for all."""
+    """Yield geometric means of the ratios over the problems, for each error and for all errors."""
     for target in (*TARGETS, None):
         chosen = [row["ratios"] for row in rows if target in (None, row["error"])]
         values = {other: [ratios[other] for ratios in chosen if ratios[other]] for other in BASELINES}
@@ -142,7 +145,7 @@ def means(rows: list[Row]) -> Iterator[Row]:
 
 
 def shown(row: Row) -> Row:
-    """What tables show of a row."""
+    """Return the columns of a row that tables show."""
     if "adaptive" in row:
         return {"problem": row["name"]}
     cells = {f"cells, {other}": count for other, count in row.get("cells", {}).items()}
@@ -151,7 +154,7 @@ def shown(row: Row) -> Row:
 
 
 def draw(report: dict[str, Any], machine: str) -> Any:
-    """Error against evaluations, one pair of axes for each problem."""
+    """Draw error against evaluations, with a panel for each problem."""
     problems = report["problems"]
     columns = min(3, len(problems))
     lines = math.ceil(len(problems) / columns)
@@ -174,7 +177,7 @@ def draw(report: dict[str, Any], machine: str) -> Any:
 
 
 def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
-    """The evaluations on each problem with all runs, and the means."""
+    """Yield the evaluations on each problem with all runs, and then the means."""
     rows: list[Row] = []
     for make in QUICK if options.quick else PROBLEMS:
         problem = make().to(torch.float64)

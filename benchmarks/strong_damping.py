@@ -34,7 +34,7 @@ STARTS = SLOW, REST, FAST = ("m = f/γ", "m = 0", "m = 5 N(0, 1)")
 
 
 def problem(gamma: float, end: float, start: str, samples: int) -> Problem:
-    """A random tanh network of 8 dimensions whose weights are three times PyTorch's, on h(0) ~ N(0, 1)."""
+    """Return a random tanh network of 8 dimensions with three times PyTorch's initial weights, and h(0) ~ N(0, 1)."""
     func = tanh_network(DIM, 3.0).double()
     h, noise = torch.randn(2, samples, DIM, dtype=torch.float64)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def problem(gamma: float, end: float, start: str, samples: int) -> Problem:
 
 
 def reference(problem: Problem) -> Tensor:
-    """The state at the end, by nystrom8, or where that is expensive by Radau, sample by sample."""
+    """Return the state at the end, computed by nystrom8, or by Radau (sample by sample) if that is cheaper."""
     gamma, func = float(problem.field.damping), problem.field.func
     if gamma <= 1.0:
         return with_hbnode(problem, "nystrom8", 1e-12)[0]
@@ -65,7 +65,7 @@ def reference(problem: Problem) -> Tensor:
 
 
 def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
-    """The sweeps of all methods in all cases, and what each needs for an error."""
+    """Yield the sweeps of all methods in all cases, and the evaluations that each needs for an error."""
     cases, samples = (CASES[1:2], 2) if options.quick else (CASES, 8)
     for (gamma, end), start in product(cases, STARTS):
         task = problem(gamma, end, start, samples)
@@ -82,7 +82,7 @@ def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
 
 
 def shown(row: Row) -> Row:
-    """What tables show of a row."""
+    """Return the columns of a row that tables show."""
     return {name: row[name] for name in ("gamma", "end", "start", "error")} | row["evaluations"]
 
 

@@ -1,6 +1,6 @@
 """Helpers for figures: distinct line styles, legends beside the axes, and contexts that write a figure when they end.
 
-``tasks/result_tables.py`` draws the curves of all runs. The special figures of a task or study are drawn in its own file.
+``tasks/result_tables.py`` draws the curves of all runs. A task or study draws its special figures in its own file.
 """
 
 from __future__ import annotations
