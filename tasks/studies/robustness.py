@@ -54,7 +54,7 @@ TITLES = {
     "fgsm": "FGSM, by largest change of a pixel",
     "pgd": "PGD, by largest change of a pixel",
 }
-# Options of the trained runs that may differ from those of the study
+# Options in which the trained runs of a study may differ
 MAY_DIFFER = ("model", "seed", "seeds", "jobs", "device", "checkpoint_seconds", "out", "curve")
 SLACK = 0.02  # PGD may leave this much more accuracy than a weaker attack before masking is reported
 GRADIENT_SLACK = 0.2  # tolerance of the ratio of the central difference to the gradient
