@@ -49,10 +49,8 @@ from tasks.models.oscillating import TITLES as OSCILLATING
 from tasks.models.oscillating import NoisyOscillators
 from tasks.plane_vibration import HORIZON, WINDOW, Splits
 
-SPACING = {
-    "lorenz": 0.1,
-    "vibration": 1 / 16,
-}  # time step in the models' time unit
+# The time step of each data set, in the models' time unit
+SPACING = {"lorenz": 0.1, "vibration": 1 / 16}
 ROWS, LORENZ_WINDOW, NOISE = 50, 40, 0.01
 TOGETHER = 4096  # paths in a batch
 KALMAN = "kalman"

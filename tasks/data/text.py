@@ -122,11 +122,8 @@ def in_windows(text: Tensor, length: int, start: int = 0) -> Tensor:
 # Simulated
 
 CHAIN_WORDS = 40
-CHAIN_PARTS = (
-    (20_000, 1),
-    (2_000, 2),
-    (2_000, 3),
-)  # (words, seed) of training, validation and test
+# Number of words and seed of the training, the validation and the test text
+CHAIN_PARTS = ((20_000, 1), (2_000, 2), (2_000, 3))
 
 
 def chain_transitions() -> Tensor:

@@ -44,12 +44,8 @@ CONTENDERS: dict[str, Contender] = {
     "heavy_ball": Contender("heavy-ball memory", "heavy_ball"),
 }
 TITLES = {name: contender.title for name, contender in CONTENDERS.items()}
-ONE_MATRIX = (
-    "linear",
-    "linear_gain",
-    "gated_linear",
-    "gated_delta",
-)  # one matrix per head, no velocity
+# Kinds of attention that store one matrix per head and no velocity
+ONE_MATRIX = ("linear", "linear_gain", "gated_linear", "gated_delta")
 MEMORIES = ("gated_linear", "gated_delta", "heavy_ball")  # recurrent memories, which have no normaliser
 
 

@@ -54,16 +54,8 @@ TITLES = {
     "fgsm": "FGSM, by largest change of a pixel",
     "pgd": "PGD, by largest change of a pixel",
 }
-MAY_DIFFER = (
-    "model",
-    "seed",
-    "seeds",
-    "jobs",
-    "device",
-    "checkpoint_seconds",
-    "out",
-    "curve",
-)  # of the runs
+# Options in which the trained runs of a study may differ
+MAY_DIFFER = ("model", "seed", "seeds", "jobs", "device", "checkpoint_seconds", "out", "curve")
 SLACK = 0.02  # PGD may leave this much more accuracy than a weaker attack before masking is reported
 GRADIENT_SLACK = 0.2  # tolerance of the ratio of the central difference to the gradient
 logger = logging.getLogger("tasks.studies.robustness")
