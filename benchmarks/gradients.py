@@ -1,4 +1,4 @@
-"""What a gradient costs in time and memory at equal exactness: ``python -m benchmarks.gradients``.
+"""Time and memory of a gradient at equal accuracy: ``python -m benchmarks.gradients``.
 
 Four tables. Training steps of hbnode and other libraries in float32, each at the loosest tolerance at which the
 relative error of its gradient is at most 1e-4. The tensors that a forward pass keeps for its backward pass. The time of
@@ -105,7 +105,7 @@ def tuned(method: str, make: Callable[[float], Step], exact: Tensor) -> Entry | 
 
 
 def fastest(entries: list[Entry]) -> Entry | None:
-    """The entry with the smallest median time."""
+    """Return the entry with the smallest median time."""
     times = interleaved({entry.method: entry.step for entry in entries}, 15)
     return min(entries, key=lambda entry: statistics.median(times[entry.method]), default=None)
 
@@ -125,7 +125,7 @@ def chosen(problem: Problem, exact: Tensor, compiled: bool) -> dict[str, Entry |
 
 
 def training(setting: str, repeats: int, compiled: bool) -> list[Row]:
-    """Times of a training step of all contenders on one setting."""
+    """Return the times of a training step of all libraries on one setting."""
     problem = SETTINGS[setting]()
     found = chosen(problem, reference(problem), compiled)
     times = interleaved({name: entry.step for name, entry in found.items() if entry}, repeats)
@@ -168,7 +168,7 @@ MEMORY = (
 
 
 def memory() -> list[Row]:
-    """What each gradient keeps between the passes for 16 and for 64 steps, setting A in float32."""
+    """Return what each gradient method stores between the passes for 16 and 64 steps, setting A in float32."""
     problem = SETTINGS["A"]()
     rows = []
     for method, gradient in MEMORY:
@@ -182,7 +182,7 @@ def memory() -> list[Row]:
 
 @torch.no_grad()
 def overhead(repeats: int) -> list[Row]:
-    """Time of a solve over that of as many calls of f alone, setting A."""
+    """Return the time of a solve relative to as many calls of f, setting A."""
     rows = []
     for dtype in (torch.float32, torch.float64):
         problem = SETTINGS["A"]().to(dtype)
@@ -202,7 +202,7 @@ def overhead(repeats: int) -> list[Row]:
 
 
 def call(func: Callable[[Tensor], Tensor], x: Tensor, times: int) -> None:
-    """Call f some times."""
+    """Call f ``times`` times."""
     for _ in range(times):
         func(x)
 
@@ -253,7 +253,7 @@ def draw(report: dict[str, list[Row]], machine: str) -> Any:
 
 
 def measured(options: Options) -> Iterator[tuple[str, list[Row]]]:
-    """All tables."""
+    """Yield all tables."""
     for setting in "A" if options.quick else SETTINGS:
         yield "training", training(setting, options.repeats, compiled=not options.quick)
     yield "memory", memory()

@@ -1,4 +1,4 @@
-"""The heavy-ball SDE with native methods, torchsde's and diffrax's: ``python -m benchmarks.sde``.
+"""The heavy-ball SDE solved by hbnode, torchsde and diffrax: ``python -m benchmarks.sde``.
 
 Four tables. The strong error against the evaluations of f, all methods on the same Brownian paths, and the evaluations
 to an error of 1e-3. The time of a solve to that error, and to 1e-5. The time of a step. The gradient against
@@ -14,7 +14,7 @@ with "diagonal", where the noise on h is 0, ten times.
 
 In the times torchsde is called directly, with the SDE written for it, and with a Brownian motion that is told the step;
 without, its steps take longer. Times are medians of processor time of runs that take turns in one process, on one
-thread. Writes JSON with the machine in it, and a figure beside it.
+thread. Writes a JSON file, which includes a description of the machine, and a figure.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FIRST_VALUE = ("ALIGN", "ShOULD")  # these evaluate f once more, at the start
 
 
 def with_diagonal_noise(sde: hbnode.HeavyBallSDE) -> SimpleNamespace:
-    """The same SDE as one with diagonal noise, which is 0 on h."""
+    """Return the same SDE in torchsde's diagonal form, where the noise on h is 0."""
 
     def g(t: Tensor, y: Tensor) -> Tensor:
         _, m = y.chunk(2, -1)
@@ -59,7 +59,7 @@ def with_diagonal_noise(sde: hbnode.HeavyBallSDE) -> SimpleNamespace:
 
 
 class Plain(nn.Module):
-    """The same SDE as one writes it for torchsde alone, for the times."""
+    """The same SDE as one writes it for torchsde, used for timing."""
 
     noise_type, sde_type = "additive", "ito"
 
@@ -68,17 +68,17 @@ class Plain(nn.Module):
         self.sde = sde
 
     def f(self, t: Tensor, y: Tensor) -> Tensor:
-        """The drift of h and of m, side by side."""
+        """Return the drift of h and m as one tensor."""
         h, m = y.chunk(2, -1)
         return torch.cat([m, self.sde.func(h) - self.sde.damping * m], -1)
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
-        """The diffusion matrix, whose upper half, for h, is 0."""
+        """Return the diffusion matrix. Its upper half, for h, is 0."""
         unit = torch.eye(y.shape[1] // 2, dtype=y.dtype).expand(len(y), -1, -1)
         return torch.cat([torch.zeros_like(unit), self._scale() * unit], 1)
 
     def g_prod(self, t: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """The diffusion matrix times v."""
+        """Return the diffusion matrix times v."""
         return torch.cat([torch.zeros_like(v), self._scale() * v], -1)
 
     def _scale(self) -> Tensor | float:
@@ -111,7 +111,7 @@ class PathMotion(torchsde.BaseBrownian):
         self.size_of_step = float(noise.sizes[0])
 
     def __call__(self, ta: Tensor, tb: Tensor | None = None, return_U: bool = False, return_A: bool = False) -> Any:
-        """The increment over a step, and its integral."""
+        """Return the increment over a step, and its integral."""
         step = round(float(ta) / self.size_of_step)
         return (self.w[step], self.p[step]) if return_U else self.w[step]
 
@@ -160,7 +160,7 @@ class DoubleWell(nn.Module):
     """The force of F = h⁴/4 - h²/2, on tensors and on JAX arrays."""
 
     def forward(self, h: Any) -> Any:
-        """The force at h."""
+        """Return the force at h."""
         return h - h**3
 
 
@@ -194,7 +194,7 @@ def levels(noise: BrownianIncrements, most: int) -> Iterator[BrownianIncrements]
 
 @torch.no_grad()
 def strong(start: str, paths: int, fine: int) -> list[Row]:
-    """Root mean square errors of h(T) on the same paths."""
+    """Return rows with the root mean square errors of h(T), for all methods on the same paths."""
     sde, h, m = start_of(start, paths)
     t = torch.tensor([0.0, SPAN], dtype=torch.float64)
     path = BrownianIncrements.draw(sde, h, t, method="nystrom4", dt=SPAN / fine, seed=1)
@@ -230,25 +230,25 @@ def strong(start: str, paths: int, fine: int) -> list[Row]:
 
 
 def has_diffrax() -> bool:
-    """Whether diffrax and JAX are installed."""
+    """Return whether diffrax and JAX are installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("jax", "diffrax"))
 
 
 @functools.cache
 def jax_and_diffrax() -> tuple[Any, Any]:
-    """The modules, in float64 and with one thread."""
+    """Import JAX and diffrax, in float64 and with one thread."""
     jax, diffrax = rival("jax"), rival("diffrax")
     jax.config.update("jax_enable_x64", True)
     return jax, diffrax
 
 
 def jax_force(sde: hbnode.HeavyBallSDE) -> tuple[Any, Any]:
-    """The force as a hashable function of weights and h, and the weights."""
+    """Return the force as a hashable function of weights and h, and its weights."""
     return (well_of_jax, ()) if isinstance(sde.func, DoubleWell) else (jax_network, jax_layers(sde.func))
 
 
 def well_of_jax(weights: Any, h: Any) -> Any:
-    """The force of the double well."""
+    """Return the force of the double well in JAX."""
     return DoubleWell.forward(None, h)
 
 
@@ -398,7 +398,7 @@ def to_reach(rows: list[Row], wanted: float = WANTED) -> list[Row]:
 
 
 def times(repeats: int, steps: int) -> Iterator[list[Row]]:
-    """Milliseconds of a step, over those of torchsde's Euler, in evaluation and in training."""
+    """Yield the milliseconds of a step relative to torchsde's Euler, in evaluation and in training."""
     for (batch, dim, hidden), training in product(((128, 32, 0), (128, 32, 64), (1024, 2, 32)), (False, True)):
         torch.manual_seed(0)
         net = hbnode.nn.MLP(dim, [hidden, hidden], dim, activation=nn.Tanh) if hidden else DoubleWell()
@@ -427,7 +427,7 @@ GRADIENTS = {
 
 
 def gradients() -> list[Row]:
-    """Gradients in float32 against backpropagation through the same steps with the same noise, γT = 4."""
+    """Return the errors of float32 gradients against backpropagation through the same steps and noise, γT = 4."""
     torch.manual_seed(0)
     net = hbnode.nn.MLP(8, [32], 8, activation=nn.Tanh)
     sde = hbnode.HeavyBallSDE(net, damping=1.0, max_damping=2.0, temperature=TEMPERATURE, learn_temperature=True)
@@ -456,7 +456,7 @@ GREYS = dict.fromkeys(COLORS, "o--") | {f"diffrax {name}": "^:" for name in DIFF
 
 
 def draw(report: dict[str, list[Row]], machine: str) -> Any:
-    """The strong error against the evaluations."""
+    """Draw the strong error against the number of evaluations."""
     figure, (ax,) = panels((6.4, 4.6))
     rows = [row for row in report["strong error"] if row["start"] == AT_REST]
     for name in dict.fromkeys(row["method"] for row in rows):
