@@ -1059,7 +1059,7 @@ def _from_table(table: Any, id: str | None, time: str | None, values: Any, optio
 def _sorted_pairs(
     pairs: Sequence[Any], unit: Unit | None, origin: Date | None
 ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Sort each pair (t, x) by time, and convert it to arrays of n exact times (n,) and values (n, channels)."""
+    """Convert each pair (t, x) to arrays of times (n,), without rounding, and values (n, channels), sorted by time."""
     found, kinds = [], dict[Any, int]()
     for i, (times, x) in enumerate(pairs):
         t, values = np.zeros(0), _numbers(x, f"x of series {i}", ARRAYS)
@@ -1146,7 +1146,7 @@ def _default(name: str, count: int) -> list[Any]:
 
 
 def is_table(data: Any) -> bool:
-    """Return whether ``data`` is a DataFrame or a dict of columns. Sparse matrices of SciPy that are dicts are not."""
+    """Return whether ``data`` is a DataFrame or a dict of columns, but not a sparse SciPy matrix that is a dict."""
     return hasattr(data, "columns") or (isinstance(data, dict) and not hasattr(data, "toarray"))
 
 

@@ -195,7 +195,7 @@ def checked(data: Any) -> Any:
 
 
 def moments(x: torch.Tensor) -> tuple[Array, Array]:
-    """Return the mean and the standard deviation of each column of x (..., columns), ignoring NaN.
+    """Return the mean and the standard deviation of each column of x (..., columns), (columns,) each, ignoring NaN.
 
     The standard deviation of a column that is constant up to rounding is 0.
     """
@@ -633,9 +633,9 @@ def usual(series: Series) -> Series:
 def _gaps(series: Series) -> tuple[Array, Array, Array]:
     """Return the gaps between successive samples of all series, (gaps,), without gaps of length 0.
 
-    Also return the duration of each series, (batch,), and whether each series probably has a wrong time, (batch,). It
-    has if its duration and its mean gap both exceed ten times their medians. In these medians a series counts as often
-    as it has gaps.
+    Also return the duration of each series, (batch,), and whether the series probably has a wrong time, (batch,): its
+    duration and its mean gap both exceed ten times the median over series. In this median each series is counted once
+    for each of its gaps.
     """
     t = (series.t - series.t[:, :1]).double().numpy()
     spans, gaps = t[:, -1], np.diff(t, axis=1)

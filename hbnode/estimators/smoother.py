@@ -37,7 +37,7 @@ FLOOR = 1e-3  # smallest standard deviation of the noise, in standard deviations
 GAPS_PER_CYCLE, MOST_DAMPING = 4.0, 2.0  # limits of the fit: smallest number of median gaps per cycle; largest ζ
 NYQUIST = 2.0  # gaps per cycle of the fastest oscillator for few series, whose windows are long enough to identify it
 MOST_SPREAD = 30.0  # largest standard deviation of an oscillator, in standard deviations of the data
-FARTHEST = 15.0  # maximum distance of a fitted logarithm from its initial value
+FARTHEST = 15.0  # maximum distance of a fitted parameter, a logarithm, from its initial value
 PRIOR_STD, PRIOR_WEIGHT = 3.0, 0.02  # standard deviation and weight of the normal prior of all logarithms
 OVERSHOOT = 0.1  # means are clipped to the range of the training values, widened by this share
 ROUNDING = 4 * np.finfo(np.float64).eps  # relative difference up to which two times are equal
@@ -248,7 +248,7 @@ class OscillatorSmoother(BaseEstimator):
 
     @property
     def layer_(self) -> Oscillators:
-        """The fitted oscillators as a layer, for one channel of standard deviation 1."""
+        """The fitted oscillators as a layer for one standardised channel."""
         check_is_fitted(self)
         omega, zeta = torch.from_numpy(self.log_omega_), torch.from_numpy(self.log_zeta_)
         with torch.random.fork_rng(devices=[]):
