@@ -106,7 +106,7 @@ class _Block(NamedTuple):
 
 
 class _Transformer(TransformerMixin, BaseEstimator):
-    """The base class of all transformers. It converts data to series, and computes features of chunks of series."""
+    """The base class of the transformers: it converts data to series, and computes features in chunks of series."""
 
     random_state: Any
     n_jobs: int | None
@@ -182,7 +182,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
 
 
 def checked(data: Any) -> Any:
-    """Return data after a check: arrays are validated by scikit-learn, with NaN allowed; other data are not checked."""
+    """Validate an array with scikit-learn, which allows NaN, and return it as float64. Return other data unchanged."""
     if isinstance(data, Series) or is_table(data) or is_list_of_series(data):
         return data
     try:
@@ -616,7 +616,7 @@ def _step_and_span(series: Series) -> tuple[float, float]:
 
 
 def usual(series: Series) -> Series:
-    """Return the series without those that probably have a wrong time, and warn of these."""
+    """Return the series without those that probably have a wrong time (see :func:`_gaps`), and warn of these."""
     _, spans, is_far = _gaps(series)
     if not is_far.any():
         return series
@@ -803,7 +803,10 @@ class RocketFeatures(_Transformer):
         return self._rows(transform, lambda rows: self._values(series, rows), series, cost)
 
     def _values(self, series: Series, rows: Array) -> Array:
-        """Reconstruct the n series with the indices ``rows`` on the grid; return standardised (n, channels, points)."""
+        """Return the n series with the indices ``rows``, reconstructed on the grid and standardised.
+
+        The shape is (n, channels, points).
+        """
         if isinstance(self.reconstruction, str):
             block = self._block(series, rows)
             at = self.grid_ - block.start[:, None]

@@ -110,7 +110,7 @@ class _Scaler(StandardScaler):
 
 @contextmanager
 def _without_time_warnings() -> Iterator[None]:
-    """A context that ignores warnings of wrong times by the transformers of features; the estimators warn instead."""
+    """A context in which feature transformers do not warn of wrong times, because the estimators warn of them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"times must be those of fit|\d+ of \d+ series last much longer")
         yield
@@ -684,7 +684,7 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
 
 
 def _is_regular(series: Series) -> bool:
-    """Return whether the time between samples is the same in all series, and no values are missing."""
+    """Return whether all samples of all series are equally spaced, and no values are missing."""
     is_sample = torch.arange(series.t.shape[1]) < series.lengths.unsqueeze(1)
     gaps = series.t.diff()[is_sample[:, 1:]]
     is_equal = not len(gaps) or bool((gaps.max() - gaps.min()) <= 1e-6 * gaps.max())

@@ -466,7 +466,7 @@ def likelihood(
 
 
 def peaks(u: NDArray[Any], y: NDArray[Any], found: list[float], decay: float, frequency: NDArray[Any]) -> NDArray[Any]:
-    """Fit seasons with the periods ``found``. Return the frequencies of the five highest spectral peaks of the rest."""
+    """Fit seasons with the periods ``found``. Return the frequencies of the five highest peaks in the residuals."""
     x, z = whitened(line_and_seasons(u, found), u, decay), whitened(y[:, None], u, decay)
     rest = z - x @ np.linalg.lstsq(x, z, rcond=1e-8)[0]
     power = lombscargle(u[1:], rest[:, 0], 2 * math.pi * frequency)

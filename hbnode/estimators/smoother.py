@@ -565,7 +565,7 @@ def _below(most: float, value: Tensor) -> Tensor:
 
 
 def _at_once(data: Series) -> NDArray[Any]:
-    """Return the number of series that overlap at a time, averaged over all times, for each channel, (channels,)."""
+    """Return how many series have a range of samples that covers a time, on average over time, (channels,)."""
     t = data.t.double().unsqueeze(-1)
     first, last = torch.where(data.mask, t, torch.inf).amin(1), torch.where(data.mask, t, -torch.inf).amax(1)
     return ((last - first).clamp(min=0.0).sum(0) / (last.amax(0) - first.amin(0))).nan_to_num().numpy()
@@ -635,7 +635,7 @@ def _parts(rows: _Rows, at: Tensor, copies: int) -> Iterator[tuple[_Rows, Tensor
 
 
 def _with_observed(mean: Tensor, at: Tensor, data: Series) -> Tensor:
-    """Return means (batch, channels, K) at times ``at`` (batch, K); observed values replace means where they exist."""
+    """Replace means (batch, channels, K) by the observed value wherever the time ``at`` (batch, K) has one."""
     t, seen = data.t.double().unsqueeze(1), data.mask.transpose(1, 2)
     steps = torch.arange(t.shape[-1]).expand(seen.shape)
     last = torch.where(seen, steps, -1).cummax(-1).values  # index of the last observed sample up to each sample
