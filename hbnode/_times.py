@@ -131,9 +131,9 @@ def seconds_since(value: object, origin: np.datetime64 = EPOCH) -> NDArray[np.fl
 
 
 def exact_times(value: object) -> NDArray[Any]:
-    """Convert dates to datetime64 (UTC) and durations to timedelta64.
+    """Convert dates to datetime64 (UTC) and durations to timedelta64, without rounding.
 
-    The unit is the microsecond, or the unit of the values if they need a finer one.
+    The result is in microseconds, or in a finer unit of the given values if they have fractions of microseconds.
 
     Raises:
         TypeError: if only some dates have a time zone, or if an entry is of another kind than the first entry.

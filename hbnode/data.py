@@ -899,7 +899,7 @@ def _most_named(series: Sequence[Series], name: str) -> list[Any]:
 
 
 def _with_static(series: Series, names: Sequence[Any]) -> Series:
-    """Add static features that are all NaN to a series without static features. Return other series unchanged."""
+    """Return the series with static features that are all NaN if it has none, otherwise unchanged."""
     if series.static is not None or not names:
         return series
     missing = series.x.new_full((len(series), len(names)), torch.nan)
@@ -1059,7 +1059,7 @@ def _from_table(table: Any, id: str | None, time: str | None, values: Any, optio
 def _sorted_pairs(
     pairs: Sequence[Any], unit: Unit | None, origin: Date | None
 ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Sort each pair (t, x) by time, and convert it to arrays of n exact times (n,) and values (n, channels)."""
+    """Convert each pair (t, x) to arrays of times (n,), without rounding, and values (n, channels), sorted by time."""
     found, kinds = [], dict[Any, int]()
     for i, (times, x) in enumerate(pairs):
         t, values = np.zeros(0), _numbers(x, f"x of series {i}", ARRAYS)
@@ -1146,7 +1146,7 @@ def _default(name: str, count: int) -> list[Any]:
 
 
 def is_table(data: Any) -> bool:
-    """Return whether ``data`` is a DataFrame or a dict of columns. Sparse matrices of SciPy that are dicts are not."""
+    """Return whether ``data`` is a DataFrame or a dict of columns, but not a sparse SciPy matrix that is a dict."""
     return hasattr(data, "columns") or (isinstance(data, dict) and not hasattr(data, "toarray"))
 
 
@@ -1212,7 +1212,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _refuse_lists_for_pairs(data: Any) -> None:
-    """Raise TypeError for a single pair (t, x) outside of a list, and for lists [t, x] that look like two channels."""
+    """Raise TypeError for one pair (t, x) that is not in a list, and for lists [t, x] that look like two channels."""
     is_list = [isinstance(one, list) and not isinstance(next(iter(one), []), (list, tuple)) for one in data]
     if isinstance(data, tuple) and len(data) == 2 and (any(map(_is_column, data)) or all(is_list)):
         raise TypeError("data must be a list of series, got one pair (t, x). Fix: [(t, x)].")

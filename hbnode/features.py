@@ -106,7 +106,7 @@ class _Block(NamedTuple):
 
 
 class _Transformer(TransformerMixin, BaseEstimator):
-    """The base class of all transformers. It converts data to series, and computes features of chunks of series."""
+    """The base class of the transformers: it converts data to series, and computes features in chunks of series."""
 
     random_state: Any
     n_jobs: int | None
@@ -182,7 +182,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
 
 
 def checked(data: Any) -> Any:
-    """Return data after a check: arrays are validated by scikit-learn, with NaN allowed; other data are not checked."""
+    """Validate an array with scikit-learn, which allows NaN, and return it as float64. Return other data unchanged."""
     if isinstance(data, Series) or is_table(data) or is_list_of_series(data):
         return data
     try:
@@ -195,7 +195,7 @@ def checked(data: Any) -> Any:
 
 
 def moments(x: torch.Tensor) -> tuple[Array, Array]:
-    """Return the mean and the standard deviation of each column of x (..., columns), ignoring NaN.
+    """Return the mean and the standard deviation of each column of x (..., columns), (columns,) each, ignoring NaN.
 
     The standard deviation of a column that is constant up to rounding is 0.
     """
@@ -616,7 +616,7 @@ def _step_and_span(series: Series) -> tuple[float, float]:
 
 
 def usual(series: Series) -> Series:
-    """Return the series without those that probably have a wrong time, and warn of these."""
+    """Return the series without those that probably have a wrong time (see :func:`_gaps`), and warn of these."""
     _, spans, is_far = _gaps(series)
     if not is_far.any():
         return series
@@ -633,9 +633,9 @@ def usual(series: Series) -> Series:
 def _gaps(series: Series) -> tuple[Array, Array, Array]:
     """Return the gaps between successive samples of all series, (gaps,), without gaps of length 0.
 
-    Also return the duration of each series, (batch,), and whether each series probably has a wrong time, (batch,). It
-    has if its duration and its mean gap both exceed ten times their medians. In these medians a series counts as often
-    as it has gaps.
+    Also return the duration of each series, (batch,), and whether the series probably has a wrong time, (batch,): its
+    duration and its mean gap both exceed ten times the median over series. In this median each series is counted once
+    for each of its gaps.
     """
     t = (series.t - series.t[:, :1]).double().numpy()
     spans, gaps = t[:, -1], np.diff(t, axis=1)
@@ -803,7 +803,10 @@ class RocketFeatures(_Transformer):
         return self._rows(transform, lambda rows: self._values(series, rows), series, cost)
 
     def _values(self, series: Series, rows: Array) -> Array:
-        """Reconstruct the n series with the indices ``rows`` on the grid; return standardised (n, channels, points)."""
+        """Return the n series with the indices ``rows``, reconstructed on the grid and standardised.
+
+        The shape is (n, channels, points).
+        """
         if isinstance(self.reconstruction, str):
             block = self._block(series, rows)
             at = self.grid_ - block.start[:, None]

@@ -15,7 +15,7 @@ from hbnode._torch import is_tracing, is_vmapped, plain
 
 
 class _Queries(threading.local):
-    """A record of the evaluations of signals by the solves of this thread.
+    """A record of the times at which the solves of this thread evaluate signals.
 
     Inside a solve on a GPU, a signal returns NaN outside its samples, to avoid a synchronisation. If the solve fails,
     :func:`refuse_queries_outside` checks the recorded times.

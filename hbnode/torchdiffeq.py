@@ -284,7 +284,7 @@ def solve_native(
 
 
 def is_any_of(value: Any, others: Sequence[Any]) -> bool:
-    """Return whether ``value`` equals an entry of ``others``; both may be tensors."""
+    """Return whether ``value``, which may be a tensor, equals one of the entries of ``others``."""
     return any(value is other or np.array_equal(value, other) for other in others)
 
 

@@ -32,7 +32,7 @@ class Result:
     """The base class of results of diagnostics: dataclasses whose attributes are the columns of a table."""
 
     def columns(self) -> dict[str, Sequence[Any]]:
-        """Return a mapping from names to columns of equal length; attributes that are None are omitted."""
+        """Return a dict from the names of columns to lists of equal length. Attributes that are None are omitted."""
         return {name: column for name, column in vars(self).items() if column is not None}
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
@@ -49,7 +49,7 @@ class Result:
 
 @contextmanager
 def evaluation_mode(field: nn.Module | Callable) -> Iterator[None]:
-    """Set a module to evaluation mode within the context, and restore the modes of all its submodules afterwards."""
+    """A context in which a module is in evaluation mode. At exit, the modes of all its submodules are restored."""
     modes = [(part, part.training) for part in field.modules()] if isinstance(field, nn.Module) else []
     try:
         for part, _ in modes:
@@ -68,7 +68,7 @@ def check_block(block: nn.Module, caller: str) -> ODEBlock:
 
 
 def as_input(block: nn.Module, x: object) -> Tensor:
-    """Return x, detached. An array or a list is converted to a tensor with the dtype and device of the block."""
+    """Return x without its graph; convert an array or a list to a tensor with the dtype and device of the block."""
     if x is None:
         raise TypeError(f"{type(block).__name__} needs an input x, got None. Fix: pass x after the block.")
     if isinstance(x, Tensor):

@@ -440,7 +440,7 @@ def _select(h: Tensor, features: Index, samples: Index) -> tuple[Tensor, list[in
 
 
 def _indices(which: Index, count: int, name: str) -> list[int]:
-    """Convert an index, a list of indices, a slice or a boolean mask to indices in [0, count)."""
+    """Convert an index, a list of indices, a slice, a bool mask or None (all) to a list of indices in [0, count)."""
     everything = list(range(count))
     if which is None or isinstance(which, slice):
         return everything[which or slice(None)]

@@ -47,7 +47,7 @@ class NFEToleranceCurve(Result):
     reference: Reference
 
     def columns(self) -> dict[str, Sequence[Any]]:
-        """Return a mapping from names to columns with one entry per tolerance, without the reference."""
+        """Return a dict from the names of columns to lists with one entry per tolerance. The reference is omitted."""
         return {name: column for name, column in super().columns().items() if name != "reference"}
 
     def plot(self, ax: Axes | None = None, **kwargs: Any) -> Axes:
@@ -177,7 +177,7 @@ class _Solved:
 def _reference(
     block: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], wanted: float, loosest: float, max_nfe: int
 ) -> tuple[Reference, _Solved]:
-    """Call :func:`_tightest` with a float64 copy of the block; if this is impossible, with the block itself."""
+    """Return the result of :func:`_tightest` for a float64 copy of the block, or for the block if float64 fails."""
     model = copy.deepcopy(block).double()
     try:
         return _tightest(model, x.double() if x.is_floating_point() else x, loss, wanted, loosest, max_nfe)

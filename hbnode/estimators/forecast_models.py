@@ -177,7 +177,7 @@ def draw_backtest(
 
 
 def cut_at(series: Series, lengths: Tensor) -> Series:
-    """Return the first ``lengths`` (batch,) samples of each series."""
+    """Return the beginning of each series: its first ``lengths[i]`` samples for series i. ``lengths`` is (batch,)."""
     total = int(lengths.max())
     is_kept = torch.arange(total) < lengths.unsqueeze(1)
     t = torch.where(is_kept, series.t[:, :total], series.t.gather(1, (lengths - 1).unsqueeze(1)))
@@ -211,14 +211,14 @@ def lost_ends(lengths: Tensor, channels: int, random: np.random.RandomState) -> 
 class Units:
     """The location and the scale of each series and channel, computed from the values of its history only.
 
-    The location is the median of the values. The scale is (mean √|Δ|)² with the differences Δ of successive values. It
-    depends little on changes of the level and on rare outliers. A common factor for each channel turns it into a
-    deviation from the median.
+    The location is the median of the values. The scale is (mean √|Δ|)² over the differences Δ of successive values. It
+    depends little on changes of the level and on rare outliers. It is multiplied by one factor for each channel, so
+    that it has the size of a typical deviation from the median.
 
-    Both are shrunk to common values of all series by empirical Bayes. The estimate from a single series has the weight
-    B / (B + V). B is the variance of the true values between series. V is the variance of the estimation error, which
-    decreases with the number of values. So all series have the same scale if their scales differ by chance only. A
-    history without a value has the location 0 and the scale 1 of the standardised data.
+    Location and scale are shrunk towards values that all series share, by empirical Bayes. The estimate from a single
+    series has the weight B / (B + V). B is the variance of the true values between series. V is the variance of the
+    estimation error, which decreases with the number of values. So all series have the same scale if their scales
+    differ by chance only. A history without a value has the location 0 and the scale 1 of the standardised data.
 
     References:
         Efron and Morris, Data Analysis Using Stein's Estimator and its Generalizations, JASA 70 (1975).

@@ -409,7 +409,7 @@ class SeriesForecaster(SeriesEstimator):
         parts, fitted = [], None
 
         def samples(k: int) -> Tensor:
-            """Return how many samples of each series lie before the origin that is k horizons before its end."""
+            """Return the number of samples of each series up to the time k horizons before its end, (batch,)."""
             if k and hasattr(step, "rollforward"):
                 until = whole.times([[each - k * step] for each in _of_user(whole, end)])
             else:
@@ -570,7 +570,7 @@ class SeriesForecaster(SeriesEstimator):
         return dt
 
     def _cases(self, series: Series, random: np.random.RandomState) -> Backtest:
-        """Return random test cases of the training series, from which a model learns."""
+        """Return random cases (history, later values) from the series, with which a model is trained."""
         pairs = PAIRS * WIDE // max(WIDE, series.x.shape[2])
         return draw_backtest(series, random, 0.0, max(3, pairs // 8 // len(series)), 8, self.horizon_)
 
@@ -725,7 +725,7 @@ def _check_zone(dates: Any, zone: Any) -> None:
 
 
 def _steps(given: Any) -> Any:
-    """Convert text in ``ahead`` to durations, or to pandas offsets such as "MS". Text that is a date is not changed."""
+    """Convert text such as "1h" or "MS" to durations or pandas offsets. Dates as text are not changed."""
     import pandas
     from pandas.tseries.frequencies import to_offset
 
@@ -762,7 +762,7 @@ def _times_after(past: Series, later: Series) -> Tensor:
 
 
 def _until_last_value(series: Any) -> Any:
-    """Return the series without the samples that follow the last observed value. A series without a value is kept."""
+    """Cut each series after its last sample with an observed value. A series without any value is not changed."""
     last = torch.where(series.mask.any(-1), torch.arange(series.x.shape[1]), -1).amax(1) + 1
     return cut_at(series, torch.where(last > 0, last, series.lengths))
 

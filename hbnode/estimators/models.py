@@ -110,7 +110,7 @@ class _Scaler(StandardScaler):
 
 @contextmanager
 def _without_time_warnings() -> Iterator[None]:
-    """A context that ignores warnings of wrong times by the transformers of features; the estimators warn instead."""
+    """A context in which feature transformers do not warn of wrong times, because the estimators warn of them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"times must be those of fit|\d+ of \d+ series last much longer")
         yield
@@ -122,8 +122,8 @@ class _SeriesModel(SeriesEstimator):
     _outputs: int
     prior_: NDArray[Any]
     _splitters: tuple[Any, Any]  # classes of scikit-learn that split series without and with groups
-    _heads: Callable[..., tuple[Any, Any]]  # returns a ridge and a boosting estimator that take features
-    _output: Callable[..., NDArray[Any]]  # returns the outputs (batch, outputs) of a fitted head for features
+    _heads: Callable[..., tuple[Any, Any]]  # returns a linear estimator (ridge) and boosted trees, which take features
+    _output: Callable[..., NDArray[Any]]  # returns the outputs (batch, outputs) of a fitted estimator for features
     _set_targets: Callable[..., _Targets]  # converts y, weights and groups
     _loss: Callable[..., Tensor]  # returns the loss of each series, (batch,)
     _keep: Callable[..., None]  # processes outputs of held-out series, (batch, outputs), NaN for other series
@@ -349,7 +349,7 @@ class _SeriesModel(SeriesEstimator):
         return list(folds.split(values, values, groups))
 
     def _cv_loss(self, outputs: NDArray[Any], targets: _Targets) -> float:
-        """Return the weighted mean loss of the outputs, ignoring NaN. It is infinite if all outputs are NaN."""
+        """Return the weighted mean loss of all series whose outputs are not NaN; infinity if there are none."""
         known = ~np.isnan(outputs).any(1)
         losses = self._losses(outputs, targets)[known]
         return float(np.average(losses, weights=targets.weights[known])) if known.any() else np.inf
@@ -500,7 +500,7 @@ class SeriesClassifier(ClassifierMixin, _SeriesModel):
             )
 
     def predict_proba(self, X: Any) -> NDArray[Any]:
-        """Return the probability of each class in ``classes_``, (batch, classes).
+        """Return the probabilities of the classes, (batch, classes), in the order of ``classes_``.
 
         For a series without an observed value these are the shares of the classes in the training data, and there is a
         warning. Its static features are not used.
@@ -684,7 +684,7 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
 
 
 def _is_regular(series: Series) -> bool:
-    """Return whether the time between samples is the same in all series, and no values are missing."""
+    """Return whether all samples of all series are equally spaced, and no values are missing."""
     is_sample = torch.arange(series.t.shape[1]) < series.lengths.unsqueeze(1)
     gaps = series.t.diff()[is_sample[:, 1:]]
     is_equal = not len(gaps) or bool((gaps.max() - gaps.min()) <= 1e-6 * gaps.max())

@@ -147,7 +147,10 @@ def config_of(series: Series, kind: Core, outputs: int, hidden_size: int, dropou
 
 
 def common_start(series: Series) -> float | None:
-    """Return the earliest time of all series; None if start times differ by more than the longest duration."""
+    """Return the earliest time of all series; None if the start times differ too much.
+
+    They differ too much if their range exceeds the longest duration of a series.
+    """
     starts = series.t[series.mask.any(-1).any(-1), :1]  # times of a series without values may be meaningless
     is_common = bool(len(starts)) and float(starts.max() - starts.min()) <= _span(series)
     return float(starts.min()) if is_common else None

@@ -69,11 +69,11 @@ CANDIDATES = [
 class Seasonal:
     """A model of each channel with a stochastic level, a damped linear trend and seasons whose periods are estimated.
 
-    The values, or their logarithms, are βx(t) + μ(t) + noise. x(t) has a line and Fourier terms, which may change with
-    time. The level μ(t) is a random walk or decays to a constant. The coefficients β have normal priors and are
-    integrated out. The likelihood, summed over series, selects the periods and all variances. Several kinds of models
-    are averaged with weights from their likelihoods. A forecast uses the values of one series only. It is clipped to
-    the range of these values, extended by its width at both ends.
+    The values, or their logarithms, are βx(t) + μ(t) + noise. The vector x(t) contains a line and Fourier terms, whose
+    coefficients may change with time. The level μ(t) is a random walk or decays to a constant. The coefficients β have
+    normal priors and are integrated out. The likelihood, summed over series, selects the periods and all variances.
+    Several kinds of models are averaged; models with a larger likelihood have larger weights. A forecast uses the
+    values of one series only. It is clipped to the range of these values, extended by its width at both ends.
 
     Arguments:
         zero: the standardised value of each channel that is 0 in the user's units; logarithms are relative to it.
@@ -384,19 +384,19 @@ def seasons_of(series: Series, channel: int, gap: float) -> list[float]:
 def periods(parts: list[tuple[NDArray[Any], NDArray[Any]]], is_regular: bool, calendar: list[float]) -> list[float]:
     """Return the periods of at most two seasons that all series share, in the unit of the times.
 
-    The model has seasons as Fourier terms, a line, and an Ornstein-Uhlenbeck process as residuals (between white noise
-    and a random walk). The period with the largest penalised likelihood (Bayesian information criterion) is added if it
-    is clearly larger than without the period. Candidates are the periods of the highest peaks of the spectrum, their
-    doubles and triples, and the calendar's periods, which win unless another period is clearly more likely.
+    The model is a sum of Fourier terms for each season, a line, and an Ornstein-Uhlenbeck process (which lies between
+    white noise and a random walk). Candidates are the periods of the highest spectral peaks, their doubles and triples,
+    and calendar periods. The candidate with the largest penalised likelihood (Bayesian information criterion) is added
+    if it clearly increases this likelihood. A calendar period is preferred unless another one is clearly more likely.
 
     For regular times the shortest possible calendar period is always added, such as 12 months; models can set the size
-    of this season to 0. A further period must not be shorter than a calendar period that was added, nor a multiple of
-    it unless it is a calendar period itself.
+    of this season to 0. The second period must not be shorter than an added calendar period. It must not be a multiple
+    of it either, unless it is a calendar period itself.
 
     Arguments:
-        parts: times and values of each series.
-        is_regular: whether all times are regular.
-        calendar: the calendar's periods.
+        parts: a pair (times, values) for each series.
+        is_regular: whether the times of all series are regular.
+        calendar: the calendar periods (day, week, year) in the unit of the times.
     """
     parts = [(u[-SPECTRUM:], y[-SPECTRUM:]) for u, y in parts]
     if not parts:
@@ -466,7 +466,7 @@ def likelihood(
 
 
 def peaks(u: NDArray[Any], y: NDArray[Any], found: list[float], decay: float, frequency: NDArray[Any]) -> NDArray[Any]:
-    """Fit seasons with the periods ``found``. Return the frequencies of the five highest spectral peaks of the rest."""
+    """Fit seasons with the periods ``found``. Return the frequencies of the five highest peaks in the residuals."""
     x, z = whitened(line_and_seasons(u, found), u, decay), whitened(y[:, None], u, decay)
     rest = z - x @ np.linalg.lstsq(x, z, rcond=1e-8)[0]
     power = lombscargle(u[1:], rest[:, 0], 2 * math.pi * frequency)

@@ -37,7 +37,7 @@ FLOOR = 1e-3  # smallest standard deviation of the noise, in standard deviations
 GAPS_PER_CYCLE, MOST_DAMPING = 4.0, 2.0  # limits of the fit: smallest number of median gaps per cycle; largest ζ
 NYQUIST = 2.0  # gaps per cycle of the fastest oscillator for few series, whose windows are long enough to identify it
 MOST_SPREAD = 30.0  # largest standard deviation of an oscillator, in standard deviations of the data
-FARTHEST = 15.0  # maximum distance of a fitted logarithm from its initial value
+FARTHEST = 15.0  # maximum distance of a fitted parameter, a logarithm, from its initial value
 PRIOR_STD, PRIOR_WEIGHT = 3.0, 0.02  # standard deviation and weight of the normal prior of all logarithms
 OVERSHOOT = 0.1  # means are clipped to the range of the training values, widened by this share
 ROUNDING = 4 * np.finfo(np.float64).eps  # relative difference up to which two times are equal
@@ -248,7 +248,7 @@ class OscillatorSmoother(BaseEstimator):
 
     @property
     def layer_(self) -> Oscillators:
-        """The fitted oscillators as a layer, for one channel of standard deviation 1."""
+        """The fitted oscillators as a layer for one standardised channel."""
         check_is_fitted(self)
         omega, zeta = torch.from_numpy(self.log_omega_), torch.from_numpy(self.log_zeta_)
         with torch.random.fork_rng(devices=[]):
@@ -565,7 +565,7 @@ def _below(most: float, value: Tensor) -> Tensor:
 
 
 def _at_once(data: Series) -> NDArray[Any]:
-    """Return the number of series that overlap at a time, averaged over all times, for each channel, (channels,)."""
+    """Return how many series have a range of samples that covers a time, on average over time, (channels,)."""
     t = data.t.double().unsqueeze(-1)
     first, last = torch.where(data.mask, t, torch.inf).amin(1), torch.where(data.mask, t, -torch.inf).amax(1)
     return ((last - first).clamp(min=0.0).sum(0) / (last.amax(0) - first.amin(0))).nan_to_num().numpy()
@@ -635,7 +635,7 @@ def _parts(rows: _Rows, at: Tensor, copies: int) -> Iterator[tuple[_Rows, Tensor
 
 
 def _with_observed(mean: Tensor, at: Tensor, data: Series) -> Tensor:
-    """Return means (batch, channels, K) at times ``at`` (batch, K); observed values replace means where they exist."""
+    """Replace means (batch, channels, K) by the observed value wherever the time ``at`` (batch, K) has one."""
     t, seen = data.t.double().unsqueeze(1), data.mask.transpose(1, 2)
     steps = torch.arange(t.shape[-1]).expand(seen.shape)
     last = torch.where(seen, steps, -1).cummax(-1).values  # index of the last observed sample up to each sample
