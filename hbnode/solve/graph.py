@@ -240,7 +240,7 @@ class Attempts:
         return tuple(after), _pack_control(c), saved, (accepted, fails)
 
     def _at_gamma(self, formula: Callable[..., Tensor], *args: Tensor, count: int = 1) -> Tensor:
-        """Return ``formula(torch, γ, *args)``, where ``count`` consecutive elements of ``args`` belong to a sample."""
+        """Return ``formula(torch, γ, *args)`` for the damping γ; ``args`` have ``count`` consecutive elements per sample."""
         gamma = self.times.gamma
         if gamma.dim():  # the first dimension is that of the outputs or of the samples
             if count > 1 and len(gamma) > 1:
