@@ -233,7 +233,8 @@ class ShiftedNystrom(SDEMethod):
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
         """Return the coefficients of the ODE step, the factors of W and K in f, and the factors of L and K in m.
 
-        The class docstring defines W, K, L and the momentum m."""
+        The class docstring defines W, K, L and the momentum m.
+        """
         gamma, scale, size = torch.broadcast_tensors(gamma, scale, size)
         of_w, of_l, of_k = (scale * (size * variance).sqrt() for variance in BRIDGE)
         noise = torch.stack([of_w / size, -12 * of_k / size, of_l, 6 * of_k])
@@ -461,7 +462,7 @@ class BrownianIncrements:
 
 @dataclass(frozen=True)
 class SDEStepper(Stepper):
-    """A stepper for a heavy-ball SDE.
+    """A :class:`~hbnode.solve.stepper.Stepper` for the fixed steps of a heavy-ball SDE.
 
     Attributes:
         packed: the coefficients of a step in each output interval, (coefficients, intervals, ...). Gradients with

@@ -35,7 +35,7 @@ FIELD_NOT_FINITE = (
 
 @dataclass
 class Attempt:
-    """The plan of a step to attempt, or of several equal fixed steps.
+    """The plan of a step, which is then accepted or rejected, or of several equal fixed steps.
 
     Attributes:
         time: the time t at which the step starts.
@@ -75,13 +75,13 @@ class Attempt:
 
 
 class Taken(NamedTuple):
-    """The result of an attempt.
+    """The result of an attempted step, before it is accepted or rejected.
 
     Attributes:
         state: the state after the step.
         error: the error estimate, or its norm from a compiled step.
         outputs: the tensors of the state at the output times inside the step.
-        columns: the columns of dense output for the search for events, or None.
+        columns: the ``columns`` of the method's StepResult, in which events are searched, or None.
     """
 
     state: Rows
