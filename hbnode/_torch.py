@@ -290,7 +290,7 @@ def numbers(x: Tensor) -> list[Any]:
 
 @contextmanager
 def refusing(what: str, fix: str) -> Iterator[None]:
-    """Replace an error of a torch.func transform by a ValueError with the failed operation ``what`` and the ``fix``."""
+    """Return a context that replaces errors of torch.func by a ValueError that names the operation and the ``fix``."""
     try:
         yield
     except RuntimeError as error:

@@ -282,7 +282,7 @@ class _Damped(ModuleWithConstants, Field):
         return [*super().dynamics_parameters(), *filter(is_differentiated, constants)]
 
     def friction(self, m: Tensor) -> Tensor:
-        """Return the damping γ times ``m``, in the dtype of ``m``."""
+        """Return the damping γ times the momentum ``m``, in the dtype of ``m``."""
         gamma = self.damping
         return (gamma.to(m.dtype) if self.omega is None and isinstance(gamma, Tensor) else gamma) * m
 
@@ -754,7 +754,7 @@ class HeavyBallSDE(HBNODE):
         return super().constants() | ({"temperature": "_temperature"} if self.log_temperature is None else {})
 
     def noise_scale(self, m: Tensor) -> Tensor:
-        """Return √(2γη) in the shape and dtype of ``m``, with the damping γ and the temperature η."""
+        """Return √(2γη), with the damping γ and temperature η, in the shape and dtype of the momentum ``m``."""
         gamma, eta = (
             torch.as_tensor(x, dtype=m.dtype, device=m.device) if isinstance(x, float) else x.to(m.dtype)
             for x in (self.damping, self.temperature)

@@ -139,7 +139,7 @@ class Checkpoint:
 
 
 def _step_again(attempt: Attempt, stepper: Stepper, state: Rows, coefficients: Any) -> Taken:
-    times: Any = [[t.clone() for t in step_times] for step_times in attempt.times]  # f may change them
+    times: Any = [[t.clone() for t in step_times] for step_times in attempt.times]  # f may change them in place
     restart = None if attempt.restart is None else attempt.restart.clone()
     return stepper.step(state, coefficients, replace(attempt, times=times, restart=restart))
 
@@ -215,14 +215,14 @@ def saved_bytes(after: Rows, before: Rows, known: Iterable[Tensor], first: int) 
             known.append(node.variable)
         elif sequence_number(node) > first:
             found += saved_tensors(node)
-    with _torch.without_dispatch_modes():  # in which torch cannot set hooks on a saved number
+    with _torch.without_dispatch_modes():  # such modes break hooks on saved numbers
         for one in found:
-            with suppress(RuntimeError):  # it is None or has hooks
+            with suppress(RuntimeError):  # the saved value is None or has hooks
                 one.register_hooks(pack, _unpacked)
     sizes: dict[int, int] = {}
     for x in saved:
         if x.layout == torch.strided and not x._is_zerotensor():  # a tangent may be a tensor without storage
-            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()  # not of x, which may be a view
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()  # also of a view x
     for x in known:
         if x.layout == torch.strided:
             sizes.pop(x.untyped_storage().data_ptr(), None)

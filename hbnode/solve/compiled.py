@@ -304,7 +304,7 @@ class Plan(NamedTuple):
 
 
 class _Run:
-    """A solve by compiled attempts."""
+    """One adaptive solve by calls of compiled programs."""
 
     def __init__(self, setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None) -> None:
         self.setup, self.y0, self.snapshot, self.needs_gradient = setup, y0, snapshot, torch.is_grad_enabled()

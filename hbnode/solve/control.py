@@ -87,7 +87,7 @@ class Clip:
         end: final times, () or (batch,).
         stops: times on which steps end, (T,) or (batch, T), padded with the final time; None if there are none.
         jumps: sorted times of jumps, (K,) or (batch, K), padded with inf; None if there are none.
-        rounding: the rounding error of times. A step ends before or after a jump, farther away than this.
+        rounding: the rounding error of times. A step ends before or after a jump, at a larger distance than this error.
     """
 
     end: Array

@@ -163,7 +163,7 @@ def error_ratio(term: ODETerm, before: Rows, after: Rows, error: Any, rtol: Any,
 
 
 class Attempts:
-    """The attempts of a solve, as pure functions of the solver state and the controller state.
+    """The attempted steps of a solve, as pure functions of the state of the method and that of the controller.
 
     Arguments:
         term: the equation. If ``term.lanes`` is not None, each sample has its own step sizes.
@@ -240,7 +240,7 @@ class Attempts:
         return tuple(after), _pack_control(c), saved, (accepted, fails)
 
     def _at_gamma(self, formula: Callable[..., Tensor], *args: Tensor, count: int = 1) -> Tensor:
-        """Return ``formula(torch, γ, *args)``, where ``count`` consecutive elements of ``args`` belong to a sample."""
+        """Return ``formula(torch, γ, *args)`` for the damping γ; each sample has ``count`` elements of ``args``."""
         gamma = self.times.gamma
         if gamma.dim():  # the first dimension is that of the outputs or of the samples
             if count > 1 and len(gamma) > 1:

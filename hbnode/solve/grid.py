@@ -40,7 +40,7 @@ class Grid:
         t: the times as a tensor (T,) or (batch, T) on the device of the state if they need gradients; else None.
         jumps: sorted times of the jumps of f, (K,) or (batch, K), padded with inf; None without jumps. For adaptive
             steps and for events, the array has two times per jump, just before and just after it.
-        ends_on_knots: whether steps end on every sample time of a signal, because the samples need gradients.
+        ends_on_knots: whether steps end on every sample time of a signal, because the signal's values need gradients.
     """
 
     begin: Array

@@ -65,7 +65,7 @@ class Method:
         tableau: the published coefficients of the method.
         order: order of convergence.
         error_order: order of the embedded solution; None for methods that need fixed steps.
-        rows: number of tensors of the state: 1 for y, 2 for h and m.
+        rows: number of tensors of the state: 1 for y, 2 for the position h and the momentum m.
         field: the fields that the method can solve: ``"any"``, or names of classes.
         nodes: times of the function evaluations, as fractions of the step.
         evaluations: number of function evaluations of a step.
@@ -140,8 +140,8 @@ class Method:
     def dense_weights(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
         """Return the weights of dense output at k positions θ in steps, from 0 to 1.
 
-        ``theta`` and ``size`` have the shape (k, ...), where ... are dimensions of a γ per channel. The weights have
-        the shape (k, ..., tensors of the state, columns). Each tensor of the state is the weighted sum of
+        ``theta`` and ``size`` have the shape (k, ...), where ... are dimensions of a damping γ per channel. The weights
+        have the shape (k, ..., tensors of the state, columns). Each tensor of the state is the weighted sum of
         ``StepResult.columns``.
         """
         raise NotImplementedError
@@ -156,8 +156,8 @@ class Explicit(Method):
 
     The columns K are the tensors of the state, of which the last is the value of the field, followed by the values
     :math:`F_i = f(t_i, x_i)` of the s stages. Stage i is evaluated at :math:`x_i = \sum_k C_{ik} K_k` with a matrix C
-    of coefficients. The last stage is the new position or state. Further matrix rows of C give the new m and the error
-    estimate.
+    of coefficients. The last stage is the new position or state. Further matrix rows of C give the new momentum m and
+    the error estimate.
 
     Attributes:
         layout: for steps without (key False) and with an error estimate (key True), the numbers of rows and columns of
@@ -404,7 +404,7 @@ class Exponential(Explicit):
         self.powers = len(self.c)
 
         def row(kind: int, end: int, polynomial: np.ndarray) -> np.ndarray:
-            """Return the factors of the weights in the matrix row of C for h (kind 0) or m (kind 1)."""
+            """Return the factors of the weights in the matrix row of C for position (kind 0) or momentum (kind 1)."""
             found = np.zeros((2, len(ends), self.powers + 2, self.powers + 3))
             found[kind, end, [0, 1], [0, 1]], found[kind, end, 2:, 2:] = 1.0, polynomial
             return found
@@ -453,9 +453,10 @@ class Exponential(Explicit):
         return (moveaxis(self._weights(xp, gamma, size, theta[..., None]), 0, -3) @ dense)[..., 0, :]
 
     def _weights(self, xp: Any, gamma: Array, size: Array, at: Array) -> Array:
-        """Return the weights of h_n, m_n and p_0, p_1, ... in the formulas for h(τ) and m(τ).
+        """Return the weights of h_n, m_n and p_0, p_1, ... in the formulas for the position h(τ) and the momentum m(τ).
 
-        ``at`` holds the positions τ / H, (..., ends). The result has the shape (2, ..., ends, 2 + powers).
+        ``at`` holds positions τ / H, (..., positions). The result has the shape (2, ..., positions, 2 + powers); its
+        first entry is for h(τ), the second for m(τ).
         """
         time = at * size[..., None]
         phi = phi_functions(xp, -gamma[..., None] * time, self.powers + 2)
@@ -484,7 +485,7 @@ def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
 
 
 def powers(xp: Any, z: Array, count: int) -> Array:
-    """Return 1, z, z², ..., stacked, (count, ...); by products, because torch.pow has no second derivative at 0."""
+    """Return the powers 1, z, z², ... (count, ...), as products, because torch.pow has no second derivative at 0."""
     found, factor = xp.ones_like(z)[None], z
     while len(found) < count:
         found, factor = xp.concatenate([found, found * factor]), factor * factor
@@ -494,7 +495,8 @@ def powers(xp: Any, z: Array, count: int) -> Array:
 class Splitting(Method):
     r"""A reversible splitting method for :math:`h' = \sigma(m),\; m' = -\gamma m + F(h, t)`, F = f or f - ξh.
 
-    A step alternates drifts, which update h, and kicks, which update m, over times τ. It begins and ends with a drift:
+    A step alternates drifts, which update the position h, and kicks, which update the momentum m, over times τ. The
+    damping is γ. It begins and ends with a drift:
 
         drift (τ):  h ← h + τ σ(m);    kick (τ):  m ← e^{-γτ} m + (1 - e^{-γτ})/γ F(h, t).
 
@@ -521,7 +523,7 @@ class Splitting(Method):
         return method
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        """Return the times of the drifts, and e^{-γτ} and (1 - e^{-γτ})/γ for each kick, as one array."""
+        """Return one array: the times of the drifts, then e^{-γτ} and (1 - e^{-γτ})/γ of each kick, with the damping γ."""
         drifts, kicks = constants(self.constants, xp, size)
         lengths = size[..., None] * kicks
         z = (gamma * xp.ones_like(size))[..., None] * lengths
@@ -557,9 +559,9 @@ class Rosenbrock(Method):
     r"""An L-stable Rosenbrock pair for stiff equations y' = f(t, y) or :math:`h'' + \gamma h' = f(h, t)`.
 
     A step solves one linear system for each stage, with the matrix I - cJ. Here J is the Jacobian of f at the start of
-    the step, c = Hg, and g the ``diagonal`` of the tableau. The matrix is factorized once per step. For h'' + γh' = f,
-    let J = ∂f/∂h, let (u_h, u_m) be the unknowns of a stage, and (r_h, r_m) its right-hand side. The equations
-    u_h - c u_m = r_h and (1 + cγ) u_m - c J u_h = r_m are equivalent to
+    the step, c = Hg, and g the ``diagonal`` of the tableau. The matrix is factorized once per step. For h'' + γh' = f
+    with the damping γ and the momentum m, let J = ∂f/∂h, let (u_h, u_m) be the unknowns of a stage, and (r_h, r_m) its
+    right-hand side. The equations u_h - c u_m = r_h and (1 + cγ) u_m - c J u_h = r_m are equivalent to
 
         ((1 + cγ) I - c² J) u_h = (1 + cγ) r_h + c r_m,    u_m = (u_h - r_h) / c,
 
@@ -627,7 +629,7 @@ class Rosenbrock(Method):
         return xp.stack([xp.concatenate([*zeros[:r], weights, *zeros[r:]], -1) for r in range(self.rows)], -2)
 
     def matrix(self, row: Tensor) -> Tensor:
-        """Reshape a tensor of the state, y or h or m, to a matrix (samples, unknowns)."""
+        """Reshape a tensor of the state, such as y, to a matrix (samples, unknowns)."""
         return row.reshape(self.shape) if self.places is None else row[self.places]
 
     def row(self, matrix: Tensor, shape: Any) -> Tensor:
@@ -738,7 +740,7 @@ def combined(weights: Tensor, columns: Tensor) -> Tensor:
 
 
 class HostFormula(torch.autograd.Function):
-    """An autograd function that evaluates ``formula(xp, γ, *args)`` on the CPU, where xp is NumPy or torch.
+    """An autograd function that evaluates ``formula(xp, γ, *args)`` on the CPU for the damping γ; xp is NumPy or torch.
 
     γ is a scalar. With NumPy, its derivative is a complex-step derivative; torch computes higher derivatives. Steps of
     equal size share one node of the graph. Therefore γ is stored as an attribute and not as a saved tensor, which the

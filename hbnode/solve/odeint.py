@@ -334,7 +334,7 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
 
 
 def is_second_order(method: str, field: Callable[..., Any]) -> bool:
-    """Return whether a method solves the field as the second-order equation h'' + γh' = f(h, t)."""
+    """Return whether a method solves the field as the equation h'' + γh' = f(h, t) with the damping γ."""
     known = TRACEABLE[method]
     return known.rows == 2 or (isinstance(known, Rosenbrock) and is_heavy_ball(field, HBNODE))
 

@@ -56,7 +56,7 @@ Info = TypeVar("Info", MethodInfo, SDEMethodInfo)
 
 
 class Methods(tuple[Info, ...]):
-    """A tuple of methods that prints as a table; ``pandas.DataFrame`` accepts it."""
+    """A tuple of descriptions of methods that prints as a table; ``pandas.DataFrame`` accepts it."""
 
     __slots__ = ()
 

@@ -78,9 +78,10 @@ def linear_part(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def linear_step(h: Tensor, m: Tensor, linear: Sequence[Tensor], noise: Tensor) -> Rows:
-    """Return the state after a linear step, h + a m + j₁ ξ₁ + j₂ ξ₂ and b m + i ξ₁.
+    """Return the position h + a m + j₁ ξ₁ + j₂ ξ₂ and the momentum b m + i ξ₁ after a linear step.
 
-    ``linear`` holds a, b, i, j₁ and j₂; ``noise`` holds ξ₁ and ξ₂. For BAOAB, j₂ and ξ₂ are omitted.
+    ``linear`` holds the coefficients a, b, i, j₁ and j₂; ``noise`` holds the standard normal variables ξ₁ and ξ₂. For
+    BAOAB, j₂ and ξ₂ are omitted.
     """
     a, b, i, *j = linear
     h = torch.addcmul(h, a, m)
@@ -146,7 +147,8 @@ class SDEMethod(Method):
 class UBU(SDEMethod):
     r"""A splitting of strong order 2 that evaluates f once per step.
 
-    A step is a half step of the linear part with noise, an update of m by f, and another half step.
+    A step is a half step of the linear part with noise, an update of the momentum m by f, and another half step of the
+    linear part.
 
     References:
         Sanz-Serna and Zygalakis, Wasserstein distance estimates for the distributions of numerical approximations to
@@ -156,7 +158,7 @@ class UBU(SDEMethod):
     nodes, normals = (0.5,), 4
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Return a, b, i, j₁, j₂ of :func:`linear_step` for half a step, and the step size for the update of m."""
+        """Return a, b, i, j₁, j₂ of :func:`linear_step` for half a step, and the step size, which multiplies f."""
         a, b, p, q, r = linear_part(gamma, size / 2)
         return torch.stack(torch.broadcast_tensors(a, b, scale * p, scale * q, scale * r, size))
 
@@ -180,8 +182,9 @@ class UBU(SDEMethod):
 class BAOAB(SDEMethod):
     r"""A splitting of strong order 1 and weak order 2 that evaluates f once per step.
 
-    A step consists of half a kick (an update of m by f), half a drift (an update of h), damping with noise, half a
-    drift, and half a kick. Among splitting methods, its stationary distribution is closest to that of the equation.
+    A step consists of half a kick (an update of the momentum m by f), half a drift (an update of the position h),
+    damping with noise, half a drift, and half a kick. Among splitting methods, its stationary distribution is closest
+    to that of the equation.
 
     References:
         Leimkuhler and Matthews, Rational construction of stochastic numerical methods for molecular sampling, Applied
@@ -191,7 +194,7 @@ class BAOAB(SDEMethod):
     nodes, normals, is_fsal = (1.0,), 1, True
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Return a, b, i and j₁ of :func:`linear_step` for the two drifts and the damping, and half the step size."""
+        """Return a, b, i and j₁ of :func:`linear_step` for drifts and damping, and half the step size for the kicks."""
         _, b, p, _, _ = linear_part(gamma, size)
         i = scale * p
         return torch.stack(torch.broadcast_tensors(size * (1 + b) / 2, b, i, size * i / 2, size / 2))
@@ -228,7 +231,10 @@ class ShiftedNystrom(SDEMethod):
     reach = 2.0  # for a spring, the stationary variance of h has an error of 0.2 % at 1, 10 % at 2, 83 % at 4
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Return the coefficients of the ODE step, then the factors with which W and K enter f, and L and K enter m."""
+        """Return the coefficients of the ODE step, the factors of W and K in f, and the factors of L and K in m.
+
+        The class docstring defines W, K, L and the momentum m.
+        """
         gamma, scale, size = torch.broadcast_tensors(gamma, scale, size)
         of_w, of_l, of_k = (scale * (size * variance).sqrt() for variance in BRIDGE)
         noise = torch.stack([of_w / size, -12 * of_k / size, of_l, 6 * of_k])
@@ -403,7 +409,7 @@ class BrownianIncrements:
         """Draw the noise that ``hbnode.sdeint(sde, (h, m), t, method=method, dt=dt, seed=seed)`` would use.
 
         Arguments:
-            sde: the SDE, whose γ is stored for :meth:`coarser`.
+            sde: the SDE, whose damping γ is stored for :meth:`coarser`.
             h: the initial h, (batch, ...), for its shape, dtype and device.
             t: output times, as for :func:`hbnode.sdeint`.
             dt: the largest step size, in units of time.
@@ -456,11 +462,11 @@ class BrownianIncrements:
 
 @dataclass(frozen=True)
 class SDEStepper(Stepper):
-    """A stepper for a heavy-ball SDE.
+    """A :class:`~hbnode.solve.stepper.Stepper` for the fixed steps of a heavy-ball SDE.
 
     Attributes:
         packed: the coefficients of a step in each output interval, (coefficients, intervals, ...). Gradients with
-            respect to γ and η pass through this tensor.
+            respect to the damping γ and the temperature η pass through this tensor.
         ends: the number of steps from the start to the end of each interval.
     """
 

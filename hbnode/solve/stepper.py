@@ -35,7 +35,7 @@ FIELD_NOT_FINITE = (
 
 @dataclass
 class Attempt:
-    """The plan of a step to attempt, or of several equal fixed steps.
+    """The plan of a step, which is then accepted or rejected, or of several equal fixed steps.
 
     Attributes:
         time: the time t at which the step starts.
@@ -49,7 +49,7 @@ class Attempt:
         place: the positions as a tensor with gradients, and the step size for each output; None without gradients.
         late: output times minus the end of the step, for outputs at the end; its value is 0, but it has a gradient.
             None without gradients.
-        number: the index of the first of these steps, counted from the start of a solve with fixed steps.
+        number: the index of the first step of the attempt, counted from the start of a solve with fixed steps.
         restart: the time just after a jump of f, at which the first stage is evaluated again; None without a jump.
         lag: the output time on a jump minus its value; its value is 0, but it has a gradient. None without gradients.
     """
@@ -75,13 +75,13 @@ class Attempt:
 
 
 class Taken(NamedTuple):
-    """The result of an attempt.
+    """The result of an attempted step, before it is accepted or rejected.
 
     Attributes:
         state: the state after the step.
         error: the error estimate, or its norm from a compiled step.
         outputs: the tensors of the state at the output times inside the step.
-        columns: the columns of dense output for the search for events, or None.
+        columns: the ``columns`` of the method's StepResult, in which events are searched, or None.
     """
 
     state: Rows
@@ -109,7 +109,7 @@ class Stepper:
         program: the compiled step; None if steps are not compiled.
         has_events: whether each step returns the columns of dense output, for the search for events.
         like: a tensor of the shape, dtype and device of the state, without a graph.
-        no_times: stage times for a field that does not depend on them.
+        no_times: the stage times that a field gets if it does not depend on time.
     """
 
     term: ODETerm
@@ -144,7 +144,7 @@ class Stepper:
 
     @property
     def strongest(self) -> float:
-        """The largest γ if the method limits γ times the step size, else 0."""
+        """The largest damping γ if the method limits γ times the step size, else 0."""
         if self.method.damping_limit == math.inf:
             return 0.0
         gamma = self.gamma if self.gamma_on_host is None else self.gamma_on_host
@@ -157,11 +157,11 @@ class Stepper:
 
     @property
     def damping(self) -> Tensor:
-        """γ as a tensor, in float64 if it is a number."""
+        """The damping γ as a tensor, in float64 if it is a number."""
         return self.gamma if isinstance(self.gamma, Tensor) else torch.tensor(self.gamma, dtype=torch.float64)
 
     def with_constants(self, constants: Tensor) -> Self:
-        """Return a copy of this stepper with another tensor, of equal values, for :attr:`constants`."""
+        """Return a copy of this stepper in which ``constants``, with equal values, replaces :attr:`constants`."""
         return replace(self, gamma=constants)
 
     # Coefficients
@@ -170,7 +170,7 @@ class Stepper:
         """Return the coefficients of a step, and the weights of dense output for its outputs.
 
         The weights are None if all outputs are at the end of the step. Both results are differentiable with respect to
-        γ and the times.
+        the damping γ and the times.
         """
         method, size, theta, lanes = self.method, attempt.size, attempt.theta, attempt.lanes
         last_size, error, coefficients = self.latest or (None, None, None)
@@ -187,7 +187,7 @@ class Stepper:
         return coefficients, self.at_gamma(method.dense_weights, size, theta, lanes=lanes)
 
     def at_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
-        """Return ``formula(xp, γ, *args)`` as a tensor, where xp is NumPy or torch.
+        """Return ``formula(xp, γ, *args)`` for the damping γ as a tensor; xp is NumPy or torch.
 
         ``lanes`` holds the sample index of each element of ``args``. The formula runs on the CPU if γ is a known
         number, unless a backward pass would then synchronise a GPU.

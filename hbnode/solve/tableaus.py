@@ -15,7 +15,8 @@ class Tableau:
     Attributes:
         order: order of the method.
         error_order: order of the embedded solution; None for methods without one, which need fixed steps.
-        dense_order: order of the dense output of y or h; the order for m is one less. None without dense output.
+        dense_order: order of the dense output of y or of the position h; the order for the momentum m is one less. None
+            without dense output.
         dense_error_factor: largest ratio, at least 1, of the error of dense output to the error estimate of the step.
     """
 
@@ -112,7 +113,8 @@ class ExponentialTableau(Tableau):
     r"""An embedded pair of the class :class:`~hbnode.solve.methods.Exponential`, for :math:`h'' + \gamma h' = f(h, t)`.
 
     Attributes:
-        stiff_order: order of the method as γ tends to infinity; ``order`` is the order for step sizes below 1/γ.
+        stiff_order: order of the method as the damping γ tends to infinity; ``order`` is the order for step sizes below
+            1/γ.
         c: nodes of the stages, from 0 to 1.
         corrections: the weights κ_ij, one row for each stage i from the second one on, for the stages j between the
             first one and i.
@@ -127,11 +129,12 @@ class ExponentialTableau(Tableau):
 
 @dataclass(frozen=True, kw_only=True)
 class SplittingTableau(Tableau):
-    """A symmetric splitting.
+    """The coefficients of a symmetric splitting method.
 
     Attributes:
-        drifts: the times of the drifts (updates of h), as fractions of the step.
-        kicks: the times of the kicks (updates of m), as fractions of the step. There is one more drift than kicks.
+        drifts: the times of the drifts (updates of the position h), as fractions of the step.
+        kicks: the times of the kicks (updates of the momentum m), as fractions of the step. There is one more drift
+            than kicks.
     """
 
     drifts: Row

@@ -84,7 +84,7 @@ class ODETerm:
     Attributes:
         like: the initial state, with the structure and shapes of all states.
         template: the first tensor of the initial state, with the dtype, device and batch size of the solve.
-        rows: number of rows.
+        rows: number of row tensors, 1 or 2.
         dims: largest number of dimensions of a tensor of the state.
         dims_of_row: number of dimensions of a row tensor.
         error_groups: slices of a row tensor, each with its own error norm. The largest of these norms is used.
@@ -130,7 +130,7 @@ class ODETerm:
         self.address: int | None = None  # memory address of the last value of the field
 
     def aligned(self, value: Tensor | float, name: str, symbol: str) -> Tensor | float:
-        """Return a constant of the equation, such as γ, with a tensor reshaped to the number of dimensions of h.
+        """Return a constant of the equation, such as the damping γ; reshape a tensor to as many dimensions as h.
 
         ``name`` and ``symbol`` name the constant in error messages.
         """
@@ -251,9 +251,9 @@ def snapshot_of(field: Any, y0: State, t: Any) -> Snapshot:
 class Snapshot:
     """The parameters, buffers, training modes and dropout masks of a field's modules during a solve.
 
-    As a context manager, it restores them while a backward pass evaluates the field. Meanwhile the model may be in
-    another training mode. After a solve inside ``torch.func.functional_call``, it also has other parameters again. If
-    ``for_backward`` is False, parameters and buffers are not stored.
+    As a context manager, it restores them while a backward pass evaluates the field. Between the solve and the backward
+    pass, the model may change its training mode, and ``torch.func.functional_call`` puts back the original parameters.
+    If ``for_backward`` is False, parameters and buffers are not stored.
     """
 
     def __init__(self, field: Callable[..., Any], *, for_backward: bool = True) -> None:

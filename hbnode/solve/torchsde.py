@@ -27,8 +27,8 @@ LEVY_AREAS = {"srk": "space-time", "log_ode": "foster"}  # methods that need an 
 class _Flat(nn.Module):
     """The SDE in the form that torchsde needs.
 
-    The state is h and m joined to one tensor (batch, 2d), and time is measured from the first output time. In the
-    backward pass of the adjoint, f and g raise ValueError if they use leaf tensors that are not ``known``.
+    The position h and the momentum m are joined to one tensor (batch, 2d), and time is measured from the first output
+    time. In the backward pass of the adjoint, f and g raise ValueError if they use leaf tensors that are not ``known``.
     """
 
     noise_type = "additive"
@@ -81,7 +81,7 @@ class _Flat(nn.Module):
 def solve(
     equation: ODETerm, y0: tuple[Tensor, Tensor], t: Tensor, dt: float, method: str, gradient: str, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Solve by one of torchsde's methods, given checked arguments; return h and m, each (T, batch, ...)."""
+    """Solve by a method of torchsde, given checked arguments; return position and momentum, each (T, batch, ...)."""
     with torch.inference_mode(False):  # otherwise torchsde's constants would be inference tensors without gradients
         import torchsde  # imported only here, because the import is slow
 
