@@ -393,7 +393,7 @@ class HeavyBallAnnealing(nn.Module):
         return u
 
     def _check_end(self, state: _Paths, log_weight: Tensor) -> None:
-        """Raise NonFiniteError if paths or log weights are not finite; the message has their number and the cause."""
+        """Raise NonFiniteError if paths or log weights are not finite; the message gives how many, and the cause."""
         is_lost = (state.steps < self.steps) | log_weight.isnan() | (log_weight == math.inf)
         if not bool(is_lost.any()):
             return
@@ -460,7 +460,7 @@ def _as_log(value: float | Tensor, dim: int, name: str, usual: float) -> Tensor:
 
 
 def _as_log_increments(schedule: Tensor | Sequence[float] | None, steps: int, is_learned: bool) -> Tensor:
-    """Return the logarithms of the increments of a schedule, (steps,), up to an additive constant."""
+    """Check a schedule β; return log(β_k - β_{k-1}) for its steps k, up to an additive constant, (steps,)."""
     if schedule is None:
         return torch.zeros(steps)
     fix = f"Fix: torch.linspace(0, 1, {steps + 1}), or leave it out."

@@ -54,7 +54,7 @@ def reference(options: tuple[Any, int], q: Tensor, k: Tensor, v: Tensor, *gates_
         S' = ā_C S + f_C P + K̃ᵀ diag(G_C) E,   P' = m̄_C P + K̃ᵀ diag(Lμ_C) E
 
     The arguments after ``v`` are log μ, log α, s and η, each (batch, heads, length) or None, and the initial S and P.
-    ``options`` is the pair of ``delta`` and ``chunk_size``.
+    ``options`` is the pair of ``delta`` and ``chunk_size``. Return the outputs, and the final S and P.
     """
     log_momentum, log_decay, step, write, s, p = gates_and_state
     assert s is not None
@@ -64,7 +64,7 @@ def reference(options: tuple[Any, int], q: Tensor, k: Tensor, v: Tensor, *gates_
         log_decay = torch.zeros_like(q[..., 0], dtype=s.dtype)
 
     def chunks(x: Tensor) -> Tensor:
-        """Split (batch, heads, length, n) into (batch, heads, chunks, C, n), padded with zeros."""
+        """Divide x (batch, heads, length, n) into chunks; return (batch, heads, chunks, C, n), padded with zeros."""
         # graphs with dynamic shapes need a contiguous tensor
         return pad(x.to(s.dtype).contiguous(), (0, 0, 0, -length % size)).unflatten(2, (-1, size))
 
@@ -117,14 +117,17 @@ def _gate_products(log_gate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _weigh_parts(weights: Tensor, x: Tensor) -> Tensor:
-    """Multiply x (..., C, D) by each of the n columns of ``weights`` (..., C, n); return the products (..., C, n D)."""
+    """Scale the rows of x (..., C, D) by each of the n columns of ``weights`` (..., C, n).
+
+    Return the n scaled copies of x next to each other, (..., C, n D).
+    """
     return torch.cat([weight * x for weight in weights.split(1, -1)], -1)
 
 
 def forward(
     options: tuple[Any, int], keep: bool, q: Tensor, k: Tensor, v: Tensor, *gates_and_state: Tensor | None
 ) -> tuple[Outputs, list[Tensor]]:
-    """Return the outputs and the final S and P, as :func:`reference` does, and the residuals of the VJP if ``keep``."""
+    """Return the results of :func:`reference`, and a list of residuals for the VJP, empty unless ``keep`` is True."""
     *gates, s, p = gates_and_state
     assert s is not None
     chunks = _Chunks(options, q, k, gates, s.dtype)
@@ -171,7 +174,10 @@ def _chunk_size(size: int, length: int) -> int:
 
 
 def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, needed: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients with respect to ``tensors``: q, k, v, log μ, log α, s, η, and the initial S and P."""
+    """Return the gradients with respect to ``tensors``: q, k, v, log μ, log α, s, η, and the initial S and P.
+
+    ``grads`` are the gradients of the outputs and of the final S and P. ``needed`` holds a bool for each argument.
+    """
     q, k, v, *gates, s, p = tensors
     chunks = _Chunks(options, q, k, gates, s.dtype)
     size, parts, mask = chunks.size, chunks.parts, chunks.mask
@@ -243,7 +249,7 @@ class _Span(NamedTuple):
 
     batch: slice
     chunks: slice
-    at: tuple[slice, slice]  # index of the span in a tensor (chunks, rows, ...)
+    at: tuple[slice, slice]  # index that selects the span from a tensor (chunks, rows, ...)
 
 
 class _Matrices(NamedTuple):
@@ -255,16 +261,19 @@ class _Matrices(NamedTuple):
     products: Tensor  # qp K̃ᵀ (R, C)
     scores: Tensor  # G ∘ Q K̃ᵀ (C, C)
     t: Tensor  # T (C, C); the scores if there is no delta rule
-    starts: Tensor  # weights of the parts of the state before the chunk, for each row of qp (R, parts)
-    w: Tensor  # g of each step (C, parts + C)
-    last: Tensor  # g and l after the last step (parts, parts + C)
+    starts: Tensor  # for each row of qp, weights of S and P before the chunk (R, parts)
+    w: Tensor  # weights g after each step (C, parts + C)
+    last: Tensor  # weights g and l after the last step (parts, parts + C)
     qp_bar: Tensor  # q̄ and p̄, stacked (R, parts D)
     k_bar: Tensor  # K̄ (C, parts D)
     carry: Tensor  # weights of the old state in the new state (parts, parts)
 
 
 class _Chunks:
-    """A converter of the tensors of one call to chunks and back, which also computes the matrices of the chunks."""
+    """The tensors of one call, divided into chunks, with methods that convert other tensors to chunks and back.
+
+    It also computes the matrices of each chunk, which the module docstring defines.
+    """
 
     def __init__(
         self, options: tuple[Any, int], q: Tensor, k: Tensor, gates: list[Tensor | None], dtype: torch.dtype
@@ -281,15 +290,15 @@ class _Chunks:
         if log_momentum is None and step is not None:
             write = step * write
         self.parts = 1 if log_momentum is None else 2
-        self.write = self.by_chunk(write).unsqueeze(-1)  # factor of k in k̃
-        self.read = self.by_chunk(alpha if self.delta == "decayed" else ones).unsqueeze(-1)  # factor of k in p
+        self.write = self.by_chunk(write).unsqueeze(-1)  # k̃ = write * k
+        self.read = self.by_chunk(alpha if self.delta == "decayed" else ones).unsqueeze(-1)  # p = read * k
         momentum = None
         if log_momentum is not None and step is not None:
             momentum = self.by_chunk(log_momentum.exp(), 1.0), self.by_chunk(step)
         self.mask = _DecayMask(self.by_chunk(alpha, 1.0), momentum)
 
     def spans(self) -> list[list[_Span]]:
-        """Divide the batch into groups of sequences; return a list per group with its spans in the order of time."""
+        """Divide the batch into groups of sequences; return, for each group, the list of its spans in order of time."""
         sequences, chunks = self.batch, self.count
         if self.q.device.type == "cpu":
             sequences = min(self.batch, max(1, CHUNKS_AT_ONCE // self.heads))
@@ -305,7 +314,10 @@ class _Chunks:
         return found
 
     def load(self, x: Tensor, span: _Span, out: Tensor | None = None) -> Tensor:
-        """Copy a span of x (batch, heads, length, n) to ``out`` (chunks, batch * heads, C, n), padded with zeros."""
+        """Return a span of x (batch, heads, length, n) as chunks (chunks, batch * heads, C, n), padded with zeros.
+
+        The result is written to ``out`` if that is given.
+        """
         start, stop = span.chunks.start * self.size, span.chunks.stop * self.size
         x = x[span.batch, :, start:stop]
         x = pad(x, (0, 0, 0, stop - start - x.shape[2])) if x.shape[2] < stop - start else x
@@ -325,7 +337,7 @@ class _Chunks:
             out.copy_(x.flatten(2, 3)[:, :, : out.shape[2]])
 
     def by_chunk(self, gate: Tensor, after: float = 0.0) -> Tensor:
-        """Split a gate (batch, heads, length) into (chunks, batch * heads, C); pad the last chunk with ``after``."""
+        """Divide a gate (batch, heads, length) into chunks (chunks, batch * heads, C), padded with ``after``."""
         gate = pad(gate.flatten(0, 1), (0, self.count * self.size - self.length), value=after)
         return gate.unflatten(1, (-1, self.size)).transpose(0, 1).contiguous()
 
@@ -400,15 +412,15 @@ class _DecayMask:
 
     def __init__(self, alpha: Tensor, momentum: tuple[Tensor, Tensor] | None) -> None:
         count, heads, size = alpha.shape
-        n = count * heads  # last dimension of tensors of this class; the first two dimensions in other code
+        n = count * heads  # size of the last dimension here, which other code divides into (chunks, rows)
 
         def blocks(gate: Tensor) -> tuple[Tensor, ...]:
-            """Split a gate (chunks, rows, C) into its BLOCK steps, each (blocks, chunks * rows)."""
+            """Return BLOCK tensors (blocks, chunks * rows); tensor i has the gate at step i of each block."""
             return gate.flatten(0, 1).T.contiguous().unflatten(0, (-1, BLOCK)).unbind(1)
 
         self.parts, self.blocks = (1 if momentum is None else 2), size // BLOCK
         self.count, self.alpha = count, blocks(alpha)
-        # g and l after each step of a block, and in row 0 before it; P does not depend on S, so l has no column S
+        # row i: g and l after step i of a block, row 0: before it. P does not depend on S, so l has no column for S
         g = alpha.new_zeros(BLOCK + 1, self.parts + BLOCK, self.blocks, n)
         rows = alpha.new_zeros(self.blocks + 1, self.parts, self.parts + size, n)
         rows[0].diagonal().fill_(1.0)
@@ -442,10 +454,13 @@ class _DecayMask:
 
         self.coefficients = by_chunk(g[1:, : self.parts].permute(2, 0, 1, 3))  # (..., blocks, BLOCK, parts)
         self.inner = by_chunk(g[1:, self.parts :].permute(2, 0, 1, 3))  # (..., blocks, BLOCK, BLOCK)
-        self.rows = by_chunk(rows)  # g and l before each block and after the last (..., blocks + 1, parts, parts + C)
+        self.rows = by_chunk(rows)  # g and l before each block, and after all (..., blocks + 1, parts, parts + C)
 
     def matrix(self, span: _Span) -> tuple[Tensor, Tensor]:
-        """Return, for each chunk of a span, g of all steps (C, parts + C), and the last g and l (parts, parts + C)."""
+        """Return two tensors of weights for the chunks of a span, each (chunks, rows, ...).
+
+        The first holds g after each step (C, parts + C), the second g and l after the last step (parts, parts + C).
+        """
         coefficients, rows = self.coefficients[span.at], self.rows[span.at]
         g = torch.bmm(coefficients.flatten(0, 2), rows[:, :, :-1].flatten(0, 2))
         g = g.view(*rows.shape[:2], -1, rows.shape[-1])
@@ -479,7 +494,7 @@ class _DecayMask:
             return x.transpose(0, 1).flatten(0, 1).T.unflatten(0, (self.count, -1))
 
         def block_columns(rows: Tensor) -> Tensor:
-            """Select, from the row after each block, the columns of the block's steps; return (BLOCK, blocks, n)."""
+            """Select, from the weights after each block, those of the block's steps e_r; return (BLOCK, blocks, n)."""
             return rows[:, parts:].unflatten(1, (-1, BLOCK)).diagonal(dim1=0, dim2=1).permute(0, 2, 1)
 
         drows = by_step(drows)
@@ -512,9 +527,9 @@ class _DecayMask:
 
 
 def _carry(carry: Tensor, state: Tensor, new: Tensor | None = None) -> Tensor:
-    """Multiply a state (rows, parts D, M), seen as ``parts`` blocks of D rows, by ``carry`` (rows, parts, parts).
+    """Return carry state + new: the weighted sums of the old S and P in the state, plus ``new`` if it is given.
 
-    ``new``, of the shape of the state, is added to the product.
+    The state and ``new`` are (rows, parts D, M), and ``carry`` (rows, parts, parts) holds the weights of S and P.
     """
     shape = (*carry.shape[:2], -1)
     if new is None:
@@ -523,13 +538,19 @@ def _carry(carry: Tensor, state: Tensor, new: Tensor | None = None) -> Tensor:
 
 
 def _diagonal(g: Tensor, parts: int) -> Tensor:
-    """Return a view (..., blocks, BLOCK, BLOCK) of the diagonal blocks of g after its first ``parts`` columns."""
+    """Return the diagonal blocks of the matrices g (..., C, parts + C), without their first ``parts`` columns.
+
+    The result is a view (..., blocks, BLOCK, BLOCK).
+    """
     blocks = g[..., parts:].unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
     return blocks.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)
 
 
 def _outer(weights: Tensor, x: Tensor) -> Tensor:
-    """Multiply x (..., R, D) by each column of ``weights`` (..., R, parts); return all products, (..., R, parts D)."""
+    """Scale the rows of x (..., R, D) by each column of ``weights`` (..., R, parts).
+
+    Return the scaled copies of x next to each other, (..., R, parts D).
+    """
     out = x.new_empty(*weights.shape, x.shape[-1])
     for part, weight in enumerate(weights.unbind(-1)):  # faster than one broadcast product
         torch.mul(x, weight.unsqueeze(-1), out=out[..., part, :])
@@ -537,7 +558,10 @@ def _outer(weights: Tensor, x: Tensor) -> Tensor:
 
 
 def _inner(x: Tensor, y: Tensor, parts: int) -> Tensor:
-    """Return the inner products (..., R, parts) of the rows of y (..., R, D) with each part of x (..., R, parts D)."""
+    """Return the inner products of each row of y (..., R, D) with the parts of the same row of x (..., R, parts D).
+
+    A part of a row of x has D elements. The result is (..., R, parts).
+    """
     return (x.unflatten(-1, (parts, -1)) * y.unsqueeze(-2)).sum(-1)
 
 

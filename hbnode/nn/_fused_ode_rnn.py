@@ -1,12 +1,13 @@
 """A fused ODE-RNN: one autograd function with its own VJP, 2.7 times as fast as the reference implementation.
 
-The rows "hbnode" of ``python -m benchmarks.irregular`` measure it. The reference implementation is the loop of
-:class:`hbnode.nn.ode_rnn.ODERNNLayer`. The fused one supports the cells of torch.nn, and fields around a network of
-known layers. A gap is the interval between two observations. Four things make the fused implementation faster:
+An ODE-RNN solves an ODE over each *gap*, the interval between two observations. A cell updates the state at each
+observation. The reference implementation is the loop of :class:`hbnode.nn.ode_rnn.ODERNNLayer`. The rows "hbnode" of
+``python -m benchmarks.irregular`` measure the speed. The fused implementation supports the cells of torch.nn, and
+fields whose network f has only layers that this module knows. Four things make it faster:
 
 * It records no autograd graph.
 * It computes the gradient of a weight as one matrix product for many uses of the weight.
-* It computes the coefficients of many steps at once.
+* It computes the coefficients of the solver's method for many step sizes at once.
 * Most gaps take one step for all samples. For these it skips the step size controller.
 
 The steps are those of :mod:`hbnode.solve`, but the loop over the steps is a separate one. The loop of hbnode.solve also
@@ -40,36 +41,36 @@ from hbnode.solve.methods import METHODS, Explicit, Splitting
 from hbnode.solve.odeint import resolve
 from hbnode.solve.settings import Settings
 
-Weights = Sequence[Any]  # weight and bias of each linear layer: first the cell's hidden layer, then the layers of f
+Weights = Sequence[Any]  # weight and bias of each linear layer: first the cell's layer for h, then the layers of f
 
-ROWS_PER_PRODUCT = 1024  # number of collected input rows of a layer at which its gradient is computed in one product
-SIZES_AT_ONCE = 4096  # number of step sizes for which coefficients, or their gradients, are computed at once
+ROWS_PER_PRODUCT = 1024  # with this many collected inputs of a layer, the gradient of its weight is computed
+SIZES_AT_ONCE = 4096  # number of step sizes for which coefficients, or their gradients, are computed together
 NUMPY_SIZES = 256  # number of step sizes up to which NumPy is faster than torch
-SUBSET_FRACTION = 0.75  # if at most this fraction of the samples still has to step, a step leaves out the others
+SUBSET_FRACTION = 0.75  # if at most this fraction of the samples is not at the end of its gap, only these take a step
 ROUNDING = 1e-9  # relative tolerance, so that rounding adds no step to a gap that is a whole number of steps
 aten = torch.ops.aten
 
 
 class FallbackError(Exception):
-    """The error of a fused solve that fails; the reference then repeats the solve and raises the error for the user."""
+    """The error of a failed fused solve. The reference then repeats the solve and raises an error for the user."""
 
 
 class Solver(NamedTuple):
-    """The settings of a solve, and the largest step size h if ``options={"step_size": h}`` was given."""
+    """The settings of a solve, and the largest allowed step size h if the user passed ``options={"step_size": h}``."""
 
     settings: Settings
     step_size: float | None = None
 
 
 def steps_needed(t: Tensor, step_size: float) -> Tensor:
-    """Return, for each gap between times t (batch, T), the least number of equal steps no longer than ``step_size``.
+    """Divide each gap between times t (batch, T) into equal steps no longer than ``step_size``.
 
-    The result is (batch, T - 1).
+    Return the least possible number of steps for each gap, (batch, T - 1).
     """
     return (t.detach().diff() / step_size * (1 - ROUNDING)).ceil().clamp(min=1)
 
 
-# Supported modules
+# Supported layers
 
 ACTIVATIONS: dict[type, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     nn.Tanh: (torch.tanh, aten.tanh_backward.default),  # the VJPs take the output, not the input
@@ -94,14 +95,14 @@ def is_unmodified(module: Any) -> bool:
 
 
 def known_layers(net: Any) -> list[nn.Module] | None:
-    """Return a flat list of the layers of a network and its nested networks; None if a layer is not known."""
+    """Return a flat list of the layers of a network, nested networks included; None if a layer is not supported."""
     if not is_unmodified(net) or (isinstance(net, MLP) and net.time_dependent):
         return None
     if isinstance(net, MLP):
         return known_layers(net.layers)
     if not isinstance(net, nn.Sequential):
         is_known = type(net) in ACTIVATIONS or isinstance(net, nn.Linear)
-        return [net] if is_known and getattr(net, "alpha", 1.0) == 1.0 else None  # alpha of an ELU
+        return [net] if is_known and getattr(net, "alpha", 1.0) == 1.0 else None  # nn.ELU has an alpha
     layers: list[nn.Module] = []
     for child in net:
         found = known_layers(child)
@@ -115,15 +116,19 @@ def known_layers(net: Any) -> list[nn.Module] | None:
 
 
 class Parameters(NamedTuple):
-    """The tensors that the solution of the gaps depends on.
+    """The tensors that the solution depends on, and with respect to which the backward pass computes gradients.
+
+    The equation is h' = m, m' = f(h) - ξ h - γ m with the momentum m, the damping γ and the spring constant ξ, or an
+    equation with fewer terms; see :class:`Equation`.
 
     Attributes:
         s: initial state, (batch, S): h, or h and m concatenated.
-        gates: contribution of the inputs to the cell's gates, (T, batch, gates); None without a cell.
-        damping: γ in the coefficients of the method, float64.
-        xi: ξ in the equation; None if it has none.
-        friction: γ in the equation; None if it has none.
-        weights: weights and biases of the linear layers, first the cell's hidden layer, which is None without a cell.
+        gates: W_ih x + b_ih of the cell at all times, (T, batch, features); None without a cell.
+        damping: γ in the method's coefficients, in float64; 0 if they do not depend on γ.
+        xi: ξ; None if the equation has no such term.
+        friction: γ, if the equation that the stages evaluate has the term γ m; otherwise None.
+        weights: weights and biases of the linear layers. The first pair is the cell's W_hh and b_hh, or None without a
+            cell; the others are those of f.
     """
 
     s: Tensor
@@ -135,15 +140,15 @@ class Parameters(NamedTuple):
 
 
 class GradAccumulator:
-    """The sums of gradients in a backward pass: of the weights, of ξ and γ in the equation, and of γ in the method.
+    """The gradients of all :class:`Parameters` except s and gates, summed over the steps of a backward pass.
 
     Autograd adds to the gradient of a weight at every use of its layer. This class collects the inputs of the layer and
-    the gradients at its outputs, and computes the weight's gradient as one product for many uses.
+    the gradients of its outputs, and computes the gradient of the weight as one matrix product for many uses.
     """
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
-        self.found: dict[Any, Tensor] = {}  # gradients: of scalars by name, of weights by index
+        self.found: dict[Any, Tensor] = {}  # sums of gradients; keys are names of scalars and indices of weights
         self.uses: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self.steps: list[tuple[np.ndarray, Sequence[Tensor], Sequence[Tensor]]] = []
 
@@ -165,7 +170,7 @@ class GradAccumulator:
 
 
 class Network:
-    """A network of linear layers and activations; its linear layers are numbered from 1, and the cell's is number 0."""
+    """The network f: linear layers, which have the indices 1, 2, ... in ``weights``, and activations."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.weights: list[Any] = []  # weight and bias of each linear layer
@@ -174,7 +179,7 @@ class Network:
             self.activations.append(ACTIVATIONS.get(type(layer)))
             if isinstance(layer, nn.Linear):
                 self.weights += layer.weight, layer.bias
-        # numbers of features of the input and of the output
+        # number of features of the input, and of the output
         self.sizes = (self.weights[0].shape[1], self.weights[-2].shape[0]) if self.weights else None
 
     def __call__(self, x: Tensor, weights: Weights, residuals: list[Tensor]) -> Tensor:
@@ -206,7 +211,7 @@ class Network:
 
 
 class Stage(NamedTuple):
-    """The value of the equation at x, with the residuals of its network."""
+    """One evaluation of the function F of :class:`Equation`: its argument, its value, and residuals for the VJP."""
 
     x: Tensor
     value: Tensor
@@ -214,16 +219,17 @@ class Stage(NamedTuple):
 
 
 class Equation(NamedTuple):
-    """The function F that the stages of a step evaluate, for a network f.
+    """The function F that a solver step evaluates in its stages, for a network f.
 
-    For Nyström and splitting methods F is the force f(h) - ξh. For other methods F is the derivative of the state s:
-    f(h) for s = h, [v, f(h, v)] for s = [h, v], and [m, f(h) - ξh - γm] for s = [h, m]. If ``is_bounded``, tanh m
-    replaces the m before the comma. The term with ξ or γ is absent if the field has no such parameter.
+    The state has the hidden state h and, for second-order equations, a momentum m or a velocity v. γ is the damping and
+    ξ a spring constant. For Nyström and splitting methods F is the force f(h) - ξh. For other methods F is the
+    derivative of the state s: f(h) for s = h, [v, f(h, v)] for s = [h, v], and [m, f(h) - ξh - γm] for s = [h, m]. If
+    ``is_bounded``, h' is tanh m instead of m. The term with ξ or γ is absent if the field has no such parameter.
 
     Attributes:
         network: f.
-        is_pair: whether x is [h, m] or [h, v].
-        takes_both: whether f takes h and v, the two halves of x.
+        is_pair: whether the argument x of F is [h, m] or [h, v].
+        takes_both: whether f takes both halves of x, h and v.
         is_bounded: whether h' is tanh m.
     """
 
@@ -264,7 +270,7 @@ class Equation(NamedTuple):
 
 
 class FusedCell(NamedTuple):
-    """A torch.nn.GRUCell or tanh RNNCell; the inputs' contribution to its gates is computed for all times at once."""
+    """A torch.nn.GRUCell or tanh RNNCell whose products W_ih x + b_ih are computed for all times at once."""
 
     input_weights: tuple[Any, Any]  # weight and bias
     hidden_weights: tuple[Any, Any]
@@ -286,7 +292,7 @@ class FusedCell(NamedTuple):
     def vjp(
         self, gradient: Tensor, residuals: tuple[Tensor, ...], weights: Weights, sums: GradAccumulator, at_gates: Tensor
     ) -> Tensor:
-        """Return the gradient with respect to s, and write that with respect to the gates into ``at_gates``."""
+        """Return the gradient with respect to the state s; write the gradient of W_ih x + b_ih to ``at_gates``."""
         if not self.is_gru:
             s, new = residuals
             at_own = at_gates.copy_(aten.tanh_backward.default(gradient, new))
@@ -307,14 +313,14 @@ class FusedCell(NamedTuple):
 
 
 class FusedStep(NamedTuple):
-    """A step and the values that its VJP needs.
+    """A step of the solver, with the values that its VJP needs.
 
     Attributes:
         sizes: step size of each sample, (samples,).
-        table_row: row of the table of precomputed step sizes that holds ``sizes``; None if it is not in the table.
+        table_row: index of the row with ``sizes`` in the table of precomputed step sizes; None if there is no such row.
         samples: indices of the samples that take the step; None if all do. The others have reached the end of the gap.
-        accepted: which of these samples accept the step, (samples, 1); None if all do.
-        y: the method's state before the step, (samples, width).
+        accepted: mask of these samples, True if the step is accepted, (samples, 1); None if it is for all of them.
+        y: the method's state before the step, (samples, width); see :class:`FusedODERNN`.
         c: the coefficients of the method for these step sizes.
         stages: the evaluations of F.
     """
@@ -328,7 +334,7 @@ class FusedStep(NamedTuple):
     stages: Sequence[Stage] = ()
 
     def end(self, y: Tensor, after: Tensor) -> Tensor:
-        """Return y (batch, width) with ``after`` in the rows of the samples that accepted the step."""
+        """Return y (batch, width), with ``after`` in place of the states of the samples whose step was accepted."""
         if self.accepted is not None:
             after = torch.where(self.accepted, after, self.y)
         return after if self.samples is None else y.index_copy(0, self.samples, after)
@@ -342,10 +348,10 @@ class Gap(NamedTuple):
 
 
 class FusedODERNN:
-    """A solver of the gaps between times (batch, T) without an autograd graph; a cell updates the state after each gap.
+    """A solver of the ODE over the gaps between times (batch, T) without an autograd graph.
 
-    The state y of a method is (batch, width). It concatenates h and m, or is s. For an FSAL method, the last value of F
-    is appended.
+    A cell updates the state s (batch, S) after each gap. A method has its own state y (batch, width). It is s, followed
+    by the last value of F (see :class:`Equation`) for an FSAL method, which uses this value in its next step.
 
     Attributes:
         cell: the cell that updates the states; None if its class is not known.
@@ -376,10 +382,10 @@ class FusedODERNN:
         self.number = float(self.gamma)
         self.longest = self.method.damping_limit / abs(self.number) if self.number else math.inf
         self.shortest = 4 * np.finfo(float).eps * abs(t).max(initial=0.0)
-        self.group: tuple[int, Sequence[Tensor]] = (-1, ())  # last group of table rows: number, coefficients
+        self.group: tuple[int, Sequence[Tensor]] = (-1, ())  # last group of table rows: its number and coefficients
 
     def make_fixed_steps(self) -> tuple[np.ndarray, list[list[FusedStep]]]:
-        """Return the table of equal step sizes, (steps, batch), and the steps of each gap."""
+        """Return the table of step sizes for equal steps, (steps, batch), and a list of the steps of each gap."""
         count = np.full(self.lengths.shape, self.settings.steps)
         if self.solver.step_size is not None:
             count = steps_needed(self.times.detach().cpu().double(), self.solver.step_size).T.numpy().astype(int)
@@ -400,8 +406,9 @@ class FusedODERNN:
     def run(self, s: Tensor, gaps: range, x: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the states at the ends of the gaps, before and after the cell's update, both (batch, T, S).
 
-        ``gaps`` holds gap numbers; -1 means that no gap precedes the first sample. x (batch, T, inputs) is the cell's
-        input; without it the cell does not update the state. The mask (batch, T) selects the samples that do.
+        s (batch, S) is the initial state. ``gaps`` holds indices of gaps; -1 means that no gap precedes the first
+        sample. x (batch, T, inputs) is the cell's input. If x is None, there are no updates by the cell. The mask
+        (batch, T) selects the samples that update the state.
 
         Raises:
             FallbackError: if the reference must solve the gaps.
@@ -430,9 +437,10 @@ class FusedODERNN:
     # Forward pass
 
     def solve(self, gap: int, s: Tensor, p: Parameters, known: Sequence[FusedStep], save: bool) -> tuple[Tensor, Gap]:
-        """Solve a gap; return the state at its end and its record.
+        """Solve the ODE over a gap from the state s; return the state at the end of the gap, and the gap's record.
 
-        The steps are those of ``known`` if it is not empty; otherwise they are fixed or adaptive.
+        If ``known`` is not empty, its steps are repeated. Otherwise the steps are fixed or adaptive. ``save`` is
+        whether the record holds the residuals for the VJP.
         """
         if self.is_zero[gap]:
             return s, Gap()
@@ -456,9 +464,10 @@ class FusedODERNN:
         return y[:, : self.size], Gap(start, steps) if save else Gap(None, [FusedStep(*step[:4]) for step in steps])
 
     def adaptive(self, gap: int, y: Tensor, p: Parameters, steps: list[FusedStep]) -> tuple[Tensor, int]:
-        """Append the accepted steps of a gap to ``steps``; return the state at its end and the number of attempts.
+        """Solve the ODE over a gap with adaptive steps, starting from the method's state y.
 
-        An attempt is an accepted or a rejected step. The step sizes are those that
+        Append the accepted steps to ``steps``. Return the state at the end of the gap, and the number of accepted and
+        rejected steps. The step sizes are those that
         :class:`hbnode.solve.adaptive.AdaptiveSteps` chooses for a field that does not depend on time. ``fuse`` ensures
         that the field does not.
         """
@@ -515,17 +524,22 @@ class FusedODERNN:
         raise FallbackError
 
     def ratio(self, y: Tensor, after: Tensor, error: Any) -> np.ndarray:
-        """Return the error norm of each sample: the root mean square of its errors divided by their tolerances."""
+        """Return the error norm of a step for each sample: the root mean square of error / tolerance over features.
+
+        y and ``after`` are the states before and after the step, from which the tolerances are computed.
+        """
         scale = torch.maximum(y[:, : self.size].abs(), after[:, : self.size].abs())
         scale = scale.mul_(self.settings.rtol).add_(self.settings.atol).view(len(y), -1, self.row)
         return rms(torch.div(error.transpose(0, 1), scale, out=scale))
 
     def attempt(self, step: FusedStep, c: Tensor, y: Tensor, p: Parameters) -> tuple[Tensor, Tensor | None, FusedStep]:
-        """Attempt a step of some samples; return the state after it, its error estimate, and the step for its VJP.
+        """Attempt a step from the state y with the method's coefficients c.
 
-        An explicit method computes the matrix product rows = C [h, m, F, F(row 1), F(row 2), ...]. The rows are the
-        arguments of F in the stages, the last of which is the new h, then the new m, then the error estimates. A
-        splitting method updates h (a drift), and then repeatedly m (a kick) and h.
+        Return the state after the step, the error estimate, and the step with the residuals for its VJP.
+
+        An explicit method computes rows = C [h, m, F, F(row 1), F(row 2), ...] with the matrix C of coefficients. The
+        first rows are the arguments of F in the stages; the last of these is the new h. They are followed by the new m
+        and the error estimates. A splitting method updates h (a drift), and then alternates between m (a kick) and h.
         """
         n, count, stages = self.method.rows, self.evaluations, []
         y = y if step.samples is None else y[step.samples]
@@ -554,9 +568,10 @@ class FusedODERNN:
         return torch.tanh(m) if self.equation.is_bounded else m
 
     def coefficients(self, step: FusedStep, p: Parameters) -> Tensor:
-        """Return the coefficients of a step, differentiable in γ if gradients are enabled.
+        """Return the method's coefficients for the sizes of a step, differentiable in γ if gradients are enabled.
 
-        Without gradients, if the step size is in the table, the coefficients of a group of table rows are computed.
+        Without gradients, and if the sizes are in the table of step sizes, the coefficients of many rows of the table
+        are computed together and stored for the next steps.
         """
         if torch.is_grad_enabled():  # differentiable with respect to γ
             packed = self.method.packed(torch, p.damping.cpu(), torch.from_numpy(step.sizes), error=self.is_adaptive)
@@ -579,7 +594,7 @@ class FusedODERNN:
         return self.group[1][index]
 
     def matrix(self, packed: Tensor) -> Tensor:
-        """Arrange the k coefficients of N steps, given as ``packed`` (k, N), in the shape that a step uses.
+        """Arrange the k coefficients for N step sizes, given as ``packed`` (k, N), in the shape that a step uses.
 
         For an explicit method the result is the matrix C of :meth:`attempt`, (rows, columns, N, 1). For a splitting
         method it is (k, N, 1): first the drift lengths, then the momentum decays, then the weights of the force.
@@ -593,7 +608,10 @@ class FusedODERNN:
     # Backward pass
 
     def vjp(self, gap: Gap, g: Tensor, p: Parameters, sums: GradAccumulator) -> Tensor:
-        """Return the gradient with respect to the state at the start of a gap, given the gradient g at its end."""
+        """Compute the VJP of a gap: from the gradient g of the state at its end, return the gradient at its start.
+
+        The gradients of the parameters are added to ``sums``.
+        """
         for step in reversed(gap.steps):
             g = self.step_vjp(step, g, p, sums)
         if gap.start is None:
@@ -603,9 +621,9 @@ class FusedODERNN:
         return g
 
     def step_vjp(self, step: FusedStep, g: Tensor, p: Parameters, sums: GradAccumulator) -> Tensor:
-        """Return the gradient with respect to the method's state before a step, given the gradient g after the step.
+        """Compute the VJP of a step: from the gradient g of the method's state after it, return the gradient before it.
 
-        For an FSAL method, g may lack the columns of F.
+        The gradients of the parameters are added to ``sums``. For an FSAL method, g may lack the columns of F.
         """
         vjp = self.explicit_vjp if self.method.is_fsal else self.splitting_vjp
         if step.samples is None and step.accepted is None:
@@ -620,10 +638,10 @@ class FusedODERNN:
         return own if step.samples is None else g.index_copy(0, step.samples, own)
 
     def explicit_vjp(self, step: FusedStep, g: Tensor, p: Parameters, sums: GradAccumulator) -> Tensor:
-        """Apply the VJP of the product rows = C columns of :meth:`attempt`, from the last row to the first.
+        """Compute :meth:`step_vjp` for an explicit method, which computes rows = C columns as in :meth:`attempt`.
 
-        The gradient of a row contributes to the gradients of all columns. The gradient of the column F(row i)
-        contributes, by the VJP of F, to the gradient of row i.
+        Go from the last row to the first. The gradient of a row contributes to the gradients of all columns. The
+        gradient of the column F(row i) contributes, by the VJP of F, to the gradient of row i.
         """
         n, count, by_row, at_rows = self.method.rows, self.evaluations, step.c.unbind(0), []
         parts: Sequence[Any] = g.chunk(g.shape[1] // self.row, 1)
@@ -664,7 +682,7 @@ class FusedODERNN:
         return aten.tanh_backward.default(at_h, torch.tanh(m)) if self.equation.is_bounded else at_h
 
     def add_damping(self, sums: GradAccumulator) -> None:
-        """Add the gradient of γ in the method's coefficients, from the collected gradients of rows and columns of C."""
+        """Add the gradient of γ through the method's coefficients C, computed from the steps collected in ``sums``."""
         sizes, at_rows, columns = zip(*sums.steps, strict=True)
         sums.steps = []
         g = torch.stack(list(map(torch.cat, zip(*at_rows, strict=True))))
@@ -681,7 +699,7 @@ class FusedODERNN:
 
 
 def rms(x: Tensor) -> np.ndarray:
-    """Return the root mean square of each sample of x (batch, ...), as a NumPy array."""
+    """Return the root mean square of the elements of each sample of x (batch, ...), as a NumPy array (batch,)."""
     x = x.flatten(1)
     return torch.linalg.vector_norm(x, dim=1).double().numpy() / math.sqrt(x.shape[1])
 
@@ -695,12 +713,12 @@ def total(a: Any, b: Any) -> Any:
 
 @dataclass
 class Run:
-    """The solution of a sequence of gaps; if there is a cell, it updates the state after each gap.
+    """The forward and the backward pass over a sequence of gaps, with an update by the cell after each gap.
 
     Attributes:
         fused: solver of the gaps.
         cell: cell that updates the states; None for no updates.
-        gaps: numbers of the gaps; the first is -1 if no gap precedes the first sample.
+        gaps: indices of the gaps; the first is -1 if no gap precedes the first sample.
         masks: which samples update the state, a tensor (batch, 1) for each time step; None if all do.
         saves_residuals: whether the forward pass saves all residuals; otherwise the backward pass recomputes them.
         records: for each time step, the record of the gap before it and the cell's residuals; freed after backward.
@@ -717,9 +735,10 @@ class Run:
 
     @np.errstate(all="ignore")  # steps that are not finite are rejected
     def forward(self, s: Tensor, p: Parameters, samples: range, *, save: bool) -> tuple[Any, ...]:
-        """Return the states before and after the update of each time step in ``samples``, and the records.
+        """Run over the time steps ``samples`` from the state s; return the states before and after each update.
 
-        Step sizes come from earlier records, if there are any.
+        The third result is the list of records. If an earlier pass recorded the time steps, its step sizes are used.
+        ``save`` is whether the records hold the residuals for the backward pass.
         """
         found: list[tuple[Any, ...]] = []
         residuals: tuple[Tensor, ...] = ()
@@ -736,7 +755,11 @@ class Run:
         return tuple(zip(*found, strict=True))
 
     def backward(self, p: Parameters, starts: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
-        """Return the gradients of the parameters, from the last time step to the first."""
+        """Run from the last time step to the first; return a list of the gradients of the parameters p.
+
+        ``starts`` are the states at the starts of the segments. ``grads`` are the gradients of the two results of
+        :func:`reference`; None stands for zeros.
+        """
         fused, sums, g, count = self.fused, GradAccumulator(p.weights), torch.zeros_like(p.s), len(self.gaps)
         at_gates = None if p.gates is None else torch.empty_like(p.gates)
         segments = list(zip(range(0, count, self.segment), (p.s, *starts), strict=True))
@@ -764,14 +787,14 @@ class Run:
 
 
 def reference(run: Run, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the states before and after each update, (T, batch, S), by repeating the recorded steps with autograd."""
+    """Repeat the recorded steps with autograd; return the states before and after each update, (T, batch, S) each."""
     p = Parameters._make((*inputs[:5], inputs[5:]))
     before, after, _ = run.forward(p.s, p, range(len(run.gaps)), save=False)
     return torch.stack(before), None if run.cell is None else torch.stack(after)
 
 
 class _FusedGaps(torch.autograd.Function):
-    """The same function as :func:`reference`, with its own VJP.
+    """An autograd function that computes the same as :func:`reference`, with its own VJP.
 
     The state at the start of each segment is saved for backward. :func:`hbnode._torch.fast_form` is not used, because
     it would add three Python frames to each call.
@@ -792,7 +815,7 @@ class _FusedGaps(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         saved, run = ctx.saved_tensors, ctx.run
         inputs, starts = saved[: ctx.count], saved[ctx.count :]
-        with _torch.no_autocast(inputs[0]):  # as in the forward pass
+        with _torch.no_autocast(inputs[0]):  # the forward pass also ran without autocast
             if torch.is_grad_enabled() or _torch.is_batched(grads[0] if grads[1] is None else grads[1]):
                 return None, *_torch.reference_vjp(reference, run, inputs, grads, ctx.needs_input_grad[1:])
             found = run.backward(Parameters._make((*inputs[:5], inputs[5:])), starts, grads)
@@ -828,9 +851,10 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
 
 
 def must_record(s: Tensor, times: Tensor) -> bool:
-    """Return whether the solve must consist of torch's own operations, which fusing would hide.
+    """Return whether a solve must call torch's operations one by one, so that it cannot be fused.
 
-    This holds in graphs, function transforms and autocast, for hooks, for records of steps, and for gradients of times.
+    This holds while a graph is traced, in function transforms, under autocast, with hooks, with ``record_steps``, and
+    if times require gradients.
     """
     if _torch.needs_reference() or open_records or _torch.has_global_hooks():
         return True
@@ -838,7 +862,7 @@ def must_record(s: Tensor, times: Tensor) -> bool:
 
 
 def has_fused_steps(name: str, field: Any, s: Tensor, times: Tensor, solver: Solver) -> bool:
-    """Return whether the method ``name`` has fused steps for a known field with these settings."""
+    """Return whether this module implements the steps of the method ``name`` for a field, with these settings."""
     settings, method, kind = solver.settings, METHODS.get(name), type(field)
     if s.dtype not in (torch.float32, torch.float64) or getattr(field, "activation", torch.tanh) is not torch.tanh:
         return False
@@ -856,7 +880,7 @@ def has_fused_steps(name: str, field: Any, s: Tensor, times: Tensor, solver: Sol
 
 
 def fused_cell(cell: Any) -> FusedCell | None:
-    """Return the fused form of a cell of torch.nn; None for any other cell, which autograd differentiates."""
+    """Return the :class:`FusedCell` of a torch.nn.GRUCell or tanh RNNCell; None for any other cell."""
     if not isinstance(cell, nn.RNNCellBase) or getattr(cell, "nonlinearity", "tanh") != "tanh":
         return None
     if not is_unmodified(cell):

@@ -17,7 +17,7 @@ from hbnode._tree import Record, record
 from hbnode.nn.heavy_ball_memory import check_heads, check_mask, check_state
 
 CHUNKS_AT_ONCE = 96  # number of chunks, over all heads, that a CPU computes together, so that they fit its cache
-Rate = float | Tensor  # the type of β and γ: a number, or a tensor of shape () or (heads,)
+Rate = float | Tensor  # the momentum β or the step size γ: a number, or a tensor of shape () or (heads,)
 
 
 @record
@@ -145,9 +145,9 @@ def _by_segments(
     eps: float,
     size: int,
 ) -> tuple[Tensor, MomentumAttentionState]:
-    """Compute the outputs and the last state segment by segment, for sequences of more than one key.
+    """Compute :func:`momentum_attention` segment by segment, for sequences of more than one key.
 
-    A segment has several chunks of ``size`` keys.
+    A segment has several chunks of ``size`` keys. ``rates`` are β and γ. Return the outputs and the last state.
     """
     (_, k, v), (beta, gamma) = qkv, rates
     has_p, after = isinstance(beta, Tensor) or beta != 0, [state.s, state.p, state.z]
@@ -161,11 +161,11 @@ def _by_segments(
         if ignored is None and (i == 0 or spans[i] != spans[i - 1]):
             rows = torch.arange(1, size + 1, device=k.device)
             weights = _weigh(tables, rows[None, None], spans[i] // size, causal)
-        run = _recomputed if 2 * i + 2 < len(spans) else _chunkwise  # for the first half only the arguments are saved
+        run = _recomputed if 2 * i + 2 < len(spans) else _chunkwise  # the first half is recomputed in backward
         out, *after = run((causal, has_p, eps, size), *part, *after, *weights)
         outputs.append(out)
     s, p, z = after
-    if not has_p:  # without momentum P is φ(k) vᵀ of the last key; it is unchanged if there is no key
+    if not has_p:  # with β = 0, P is φ(k) vᵀ of the last key; if all keys are ignored, P does not change
         present = torch.ones_like(k[:1, 0, :, 0], dtype=torch.bool) if ignored is None else ~ignored
         none, last = (x[:, None, None, None] for x in (~present.any(1), present.cumsum(1).argmax(1)))
         k, v = (torch.take_along_dim(x, last, 2).masked_fill(none, 0.0).to(p.dtype) for x in (k, v))
@@ -174,7 +174,7 @@ def _by_segments(
 
 
 def _divide(k: Tensor, size: int, causal: bool) -> tuple[int, list[int]]:
-    """Divide keys k into segments of chunks; return the number of keys per chunk, and the number in each segment."""
+    """Divide keys k into chunks and segments; return the number of keys per chunk, and a list of those per segment."""
     length = k.shape[2]
     # comparisons instead of min and %: torch.compile takes long to simplify symbolic expressions of these
     if not causal or exports_any(length) or length <= size:  # a variable number of chunks cannot be exported
@@ -192,7 +192,7 @@ def _divide(k: Tensor, size: int, causal: bool) -> tuple[int, list[int]]:
 
 
 def feature_map(x: Tensor) -> Tensor:
-    """Return φ(x) = elu(x) + 1, computed such that it loses no digits for negative x."""
+    """Return φ(x) = elu(x) + 1, computed without the rounding error of adding 1 for negative x."""
     return _feature_map(None, x)[0]
 
 
@@ -278,19 +278,23 @@ def _chunkwise(options: tuple[bool, bool, float, int], *tensors: Any) -> tuple[T
 
 
 def _denominator(below: Tensor, eps: float) -> Tensor:
-    """Return below + ε; with ε = 0, infinity where ``below`` is 0, so that outputs before the first key are 0."""
+    """Return the denominator ``below`` + ε of the outputs.
+
+    If ε = 0, return infinity where ``below`` is 0, so that outputs before the first key are 0.
+    """
     return below + eps if eps else below.masked_fill(below == 0, math.inf)
 
 
-# computes a segment; its backward pass computes the segment again
+# the same function as _chunkwise; its backward pass recomputes the segment
 _recomputed = fast_form(
     _chunkwise, lambda options, tensors, _, grads, needed: reference_vjp(_chunkwise, options, tensors, grads, needed)
 )(lambda options, _, *tensors: (_chunkwise(options, *tensors), ()))
 
 
 def _weigh(tables: Sequence[Tensor], n: Tensor, chunks: int, causal: bool) -> tuple[Tensor, ...]:
-    """Return the weights g(n - n_c + 1), β^{n - n_c}, β g(n_r), β g(m) and β^m of :func:`_chunkwise`, and W if causal.
+    """Look up the weights that :func:`_chunkwise` uses in the tables of :func:`_weight_tables`.
 
+    Return g(n - n_c + 1), β^{n - n_c}, β g(n_r), β g(m), β^m and, if causal, W, in the notation of :func:`_chunkwise`.
     The argument ``n`` holds n_r, (batch or 1, chunks or 1, C). m is the number of keys between two chunks.
     """
     g, decay, beta_g = tables
@@ -303,7 +307,7 @@ def _weigh(tables: Sequence[Tensor], n: Tensor, chunks: int, causal: bool) -> tu
 
 
 def _weight_tables(beta: Rate, gamma: Rate, size: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Return tables of g(n) = γ (1 + β + ... + β^{n-1}), β^n and β g(n) for n = 0, ..., size.
+    """Return tables of the weights g(n) = γ (1 + β + ... + β^{n-1}), β^n and β g(n) for n = 0, ..., size.
 
     Each table is (heads or 1, size + 1). It is computed in float64 if the device supports it, and then converted to the
     dtype of ``like``.
@@ -311,7 +315,7 @@ def _weight_tables(beta: Rate, gamma: Rate, size: int, like: Tensor) -> tuple[Te
     wide = torch.float32 if like.device.type == "mps" else torch.float64
     n = torch.arange(size + 1, device=like.device, dtype=wide)
     if isinstance(beta, Tensor):
-        # a summand that is far below the precision of β; it avoids 0 * 0^{-2} = NaN in derivatives at β = 0
+        # adding a number far below the precision of β avoids 0 * 0^{-2} = NaN in derivatives at β = 0
         beta = beta.to(wide).reshape(-1, 1)
         decay = (beta + torch.finfo(wide).tiny ** 0.3) ** n
     else:
@@ -322,7 +326,10 @@ def _weight_tables(beta: Rate, gamma: Rate, size: int, like: Tensor) -> tuple[Te
 
 
 def _look_up(table: Tensor, n: Tensor) -> Tensor:
-    """Look up n (batch, chunks, ...) in a table (heads, size + 1); return (batch, heads, chunks, ...)."""
+    """Return the entries of a table (heads, size + 1) at the indices n (batch, chunks, ...).
+
+    The result is (batch, heads, chunks, ...).
+    """
     return table[:, n].transpose(0, 1)
 
 

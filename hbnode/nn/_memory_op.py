@@ -1,9 +1,9 @@
-"""The chunked delta rule for packed sequences, and custom operators of it for torch.compile and torch.export.
+"""The chunked delta rule for packed sequences, and its custom operators for torch.compile and torch.export.
 
-Packed sequences are concatenated along the length, in a batch of 1 (the packed row). They are divided into groups of
-similar lengths, and each group is padded to a batch. No sequence is shorter than half of the longest sequence of its
-group, so padding at most doubles the number of steps. A padded step has zeros in all tensors (log α = log μ = 0,
-s = η = 0) and leaves the state unchanged.
+Packed sequences are concatenated along the length, in a batch of 1. This tensor is called the packed row. To process
+it, its sequences are divided into groups of similar lengths, and each group is padded to a batch. No sequence is
+shorter than half of the longest sequence of its group, so padding at most doubles the number of steps. A padded step
+has zeros in all tensors (log α = log μ = 0, s = η = 0) and leaves the state unchanged.
 
 In graphs, the forward and the backward pass are custom operators, which are not traced. Tracing would unroll the loop
 over chunks, and the graph would be valid for one number of chunks only.
@@ -22,7 +22,8 @@ from hbnode._torch import operator_form, plain
 from hbnode.nn._delta_rule import Outputs, forward, reference, residual_shapes, vjp
 
 Tensors = Sequence[Tensor | None]
-# maps tensors with an entry per step, and tensors with an entry per sequence, to two lists of the same kinds
+# a function of two lists, of tensors with an entry per step and of tensors with an entry per sequence (states). It
+# returns two such lists.
 Run = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 
 _STEP_TENSORS = 7  # number of tensors with an entry per step: q, k, v, log μ, log α, s, η
@@ -31,12 +32,12 @@ _STEP_TENSORS = 7  # number of tensors with an entry per step: q, k, v, log μ, 
 class _Group(NamedTuple):
     """A group of g packed sequences of similar lengths, which is padded to a batch with L steps."""
 
-    sequences: Tensor  # numbers of the sequences (g,)
+    sequences: Tensor  # indices of the sequences (g,)
     steps: Tensor  # index of each step in the packed row (g, L)
-    is_padding: Tensor  # (g, L)
+    is_padding: Tensor  # whether a step is padding (g, L)
 
     def pad(self, x: Tensor) -> Tensor:
-        """Select the group from the packed row x (1, heads, length, ...), as (g, heads, L, ...) padded with zeros."""
+        """Select the group from the packed row x (1, heads, length, ...); return (g, heads, L, ...), zero-padded."""
         x = x.squeeze(0).index_select(1, self.steps.flatten()).unflatten(1, self.steps.shape).transpose(0, 1)
         is_padding = self.is_padding.unsqueeze(1)
         return x.masked_fill(is_padding.unsqueeze(-1) if x.dim() == 4 else is_padding, 0.0)
@@ -83,7 +84,10 @@ class _Packing:
 
 
 def over_sequences(run: Run, cu_seqlens: Tensor | None, steps: Tensors, states: Tensors) -> tuple[Tensors, Tensors]:
-    """Call ``run`` on tensors with an entry per step and on states; call it once per group for packed sequences."""
+    """Return ``run(steps, states)``; for packed sequences, call ``run`` on each padded group and join the results.
+
+    ``steps`` are tensors with an entry per step. ``states`` are tensors with an entry per sequence.
+    """
     if cu_seqlens is None:
         return run(steps, states)
     assert steps[0] is not None
@@ -102,7 +106,10 @@ def over_sequences(run: Run, cu_seqlens: Tensor | None, steps: Tensors, states: 
 
 
 def by_group(run: Callable[..., Outputs], options: Any, cu_seqlens: Tensor | None, *tensors: Tensor | None) -> Outputs:
-    """Call ``run(options, *tensors)`` group by group; return the outputs of the packed row, and S, P per sequence."""
+    """Call ``run(options, *tensors)`` on each padded group of the packed sequences, and join the results.
+
+    Return the outputs of the packed row, and the final S and P of each sequence.
+    """
 
     def run_group(steps: Tensors, states: Tensors) -> tuple[Tensors, Tensors]:
         out, *after = run(options, *steps, *states)
@@ -168,6 +175,6 @@ _operator = operator_form(
 
 
 def compiled(options: tuple[Any, int], cu_seqlens: Tensor | None, *tensors: Any) -> Outputs:
-    """Compute the chunked delta rule of packed or padded sequences by the custom operator, for graphs."""
+    """Compute the chunked delta rule by its custom operator; ``cu_seqlens`` is None if sequences are not packed."""
     out, s, p = _operator((options[0] or "", options[1]), *tensors, cu_seqlens)
     return out, s, None if tensors[-1] is None else p

@@ -1,8 +1,9 @@
 r"""The closed-form step of damped oscillators x'' + γ x' + κ x = u, and the scan of a series through them.
 
 A scan maps samples s_t to outputs y_t = C h_t + D s_t. The state h = (v, x) of each oscillator, with v = x', follows
-h_t = M_t h_{t-1} + f_t W s_t. The 2 × 2 matrix M_t is the transition over the gap before sample t. The vector f_t is
-(1, 0) for an impulse, and :func:`held_response` for an input that is held over the gap.
+h_t = M_t h_{t-1} + f_t W s_t. The gap of sample t is the time between samples t - 1 and t. The 2 × 2 matrix M_t is the
+transition over this gap. The vector f_t is (1, 0) if samples are impulses. It is :func:`held_response` if an input is
+held constant over the gap.
 
 The module has a reference implementation, which loops over the samples, and a fused one with its own VJP. The fused
 implementation transforms underdamped oscillators to normal coordinates. In these a transition is a rotation and a
@@ -25,22 +26,22 @@ from hbnode._checks import to_tensor
 
 Number = float | Tensor
 Pair = tuple[Tensor, Tensor]
-Entries = tuple[Tensor, ...]  # entries vv, vx, xv, xx of M, and for a held input the entries fv, fx of f
-Options = tuple[str, bool]  # the kind of transition, and whether the input is held
+Entries = tuple[Tensor, ...]  # entries vv, vx, xv, xx of M; if the input is held, also the entries fv, fx of f
+Options = tuple[str, bool]  # kind of transition ("exact", "imex" or "rotation"), and whether the input is held
 
-_TERMS = 10  # number of terms of the series of c and s for |z| <= 1; the next term is below 1e-18
-_HELD_TERMS = 26  # number of terms of the series of held_response for γΔ <= 1.5; the next term is below 1e-19
-_OPERATION_SIZE = 28_672  # elements per operation; the operands of a step then fit into the level 2 cache
-_CHUNK_STEPS = 32  # samples per chunk
-_SHORTEST_CHUNK = 8  # samples in the shortest chunk
-_SEGMENT_SIZE = 1_048_576  # number of elements of v in a segment
+_TERMS = 10  # number of terms of the series of c and s in oscillator_step for |z| <= 1; the next is below 1e-18
+_HELD_TERMS = 26  # number of terms of the series in held_response for γΔ <= 1.5; the next term is below 1e-19
+_OPERATION_SIZE = 28_672  # elements of a tensor in one operation, so that a step fits into the level 2 cache
+_CHUNK_STEPS = 32  # default number of samples in a chunk
+_SHORTEST_CHUNK = 8  # least number of samples in a chunk
+_SEGMENT_SIZE = 1_048_576  # number of velocities, over batch, samples and oscillators, in a segment
 
 
 # The closed form of a step
 
 
 class OscillatorStep(NamedTuple):
-    """The entries of the 2 × 2 transition Φ, which maps (v, x) to (vv v + vx x, xv v + xx x)."""
+    """The entries of the 2 × 2 matrix Φ that maps the state (v, x) of an oscillator to (vv v + vx x, xv v + xx x)."""
 
     vv: Tensor
     vx: Tensor
@@ -81,7 +82,7 @@ def oscillator_step(damping: Number, stiffness: Number, dt: Number) -> Oscillato
 
 
 def exact_step(gamma: Tensor, kappa: Tensor, dt: Tensor) -> OscillatorStep:
-    """Compute :func:`oscillator_step` without checking ``dt``, because the check has to wait for the device."""
+    """Compute :func:`oscillator_step` without checking ``dt``, because a check would wait for the GPU."""
     a = gamma / 2
     z, drag = (kappa - a.square()) * dt.square(), a * dt
     is_over, is_near = z < -1.0, z.abs() <= 1.0
@@ -115,6 +116,9 @@ def held_response(damping: Number, stiffness: Number, dt: Number) -> Pair:
         stiffness: κ, in 1 / time².
         dt: Δ, a time >= 0.
 
+    Returns:
+        The pair of :math:`F_v` and :math:`F_x`, each of the broadcast shape.
+
     Raises:
         ValueError: if a time in ``dt`` is negative, NaN or infinite, unless a graph is recorded.
     """
@@ -122,7 +126,7 @@ def held_response(damping: Number, stiffness: Number, dt: Number) -> Pair:
 
 
 def exact_response(gamma: Tensor, kappa: Tensor, dt: Tensor) -> Pair:
-    """Compute :func:`held_response` without checking ``dt``, because the check has to wait for the device."""
+    """Compute :func:`held_response` without checking ``dt``, because a check would wait for the GPU."""
     gamma, kappa, gap = torch.broadcast_tensors(gamma, kappa, dt)
     step = exact_step(gamma, kappa, gap)
     drag, spring = gamma * gap, kappa * gap.square()
@@ -148,7 +152,7 @@ def exact_response(gamma: Tensor, kappa: Tensor, dt: Tensor) -> Pair:
 
 
 def _checked(damping: Number, stiffness: Number, dt: Number) -> tuple[Tensor, ...]:
-    """Return the arguments as tensors; raise ValueError if a time is negative, NaN or infinite."""
+    """Return damping, stiffness and dt as tensors; raise ValueError if a time is negative, NaN or infinite."""
     gamma, kappa, dt = _as_tensors(damping, stiffness, dt)
     if _torch.may_look() and not dt.is_meta:
         wrong = dt[~(dt.isfinite() & (dt >= 0))]
@@ -161,9 +165,9 @@ def _checked(damping: Number, stiffness: Number, dt: Number) -> tuple[Tensor, ..
 
 
 def _as_tensors(*values: Number) -> tuple[Tensor, ...]:
-    """Convert ``values`` to tensors with the promoted dtype and the device of the tensors among them.
+    """Convert numbers and tensors to tensors of one dtype and device.
 
-    If there are no tensors among them, the dtype is float64.
+    The dtype is the promoted dtype of the tensors among ``values``, or float64 if all are numbers.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
     dtype, device = torch.float64, None
@@ -186,20 +190,22 @@ def _polynomial(z: Tensor, coefficients: list[float]) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return float64, or ``dtype`` on a device without float64."""
+    """Return float64 if the device supports it, otherwise ``dtype``."""
     return dtype if device.type == "mps" else torch.float64
 
 
 def transition(kind: str, is_held: bool, rates: Tensor, dt: Tensor) -> Entries:
-    """Return the entries vv, vx, xv, xx of the transition M over a time dt, and fv, fx of f for a held input.
+    """Return the entries vv, vx, xv, xx of the transition M over a time dt; if the input is held, also fv, fx of f.
+
+    The module docstring defines M and f.
 
     Arguments:
         kind: "exact"; "imex", a step with implicit damping and explicit stiffness; or "rotation", the exact step in the
             coordinates of :func:`_normal_coordinates`.
-        is_held: whether the input is held over the time.
-        rates: dampings and stiffnesses of P oscillators, (2, P); decay rates and angular frequencies if
-            ``kind`` is "rotation".
-        dt: times, which broadcast with one row (P,) of ``rates``.
+        is_held: whether the input is constant over the time dt.
+        rates: dampings and stiffnesses of P oscillators, (2, P). If ``kind`` is "rotation", decay rates and angular
+            frequencies.
+        dt: times, which broadcast with a shape (P,).
     """
     first, second = rates
     if kind == "rotation":
@@ -236,11 +242,12 @@ class ScanInput(NamedTuple):
         w: input map W, (P, input_size).
         c: output map C, (output_size, 2 P).
         d: skip connection D, (output_size, input_size); None for zeros.
-        rates: dampings and stiffnesses, (2, P); if ``gaps`` is None, the entries of :func:`transition`, (4 or 6, P).
+        rates: dampings and stiffnesses, (2, P). If ``gaps`` is None, the entries that :func:`transition` returns,
+            stacked to (4, P), or to (6, P) for a held input.
         gaps: time before each sample, (batch or 1, T); None if all transitions are equal.
         ends: index of the last sample of each sequence (batch,); None for T - 1.
-        is_underdamped: mask (P,) of the oscillators with states in normal coordinates, whose ``rates`` are the decay
-            rate a and the angular frequency ω. None if there are none.
+        is_underdamped: mask (P,) of the oscillators whose states are in normal coordinates. Their ``rates`` are the
+            decay rate a and the angular frequency ω. None if no oscillator is in normal coordinates.
     """
 
     x: Tensor
@@ -256,7 +263,10 @@ class ScanInput(NamedTuple):
 
 
 def scan_reference(options: Options, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs (batch, T, output_size), and v and x after the last sample, by a loop over the samples."""
+    """Compute the scan by a loop over the samples; return the outputs (batch, T, output_size), and the final v and x.
+
+    ``tensors`` are the attributes of :class:`ScanInput`. v and x are those after the last sample of each sequence.
+    """
     inputs, (kind, is_held) = ScanInput(*tensors), options
     v, x, dtype = inputs.v0, inputs.x0, inputs.v0.dtype
     samples = inputs.x.to(dtype)
@@ -306,7 +316,7 @@ def scan(kind: str, is_held: bool, inputs: ScanInput) -> tuple[Tensor, Tensor, T
 
 
 def _normal_coordinates(is_held: bool, rates: Tensor, dtype: torch.dtype) -> tuple[Tensor, Entries, Entries, Tensor]:
-    r"""Return the map T of underdamped oscillators to normal coordinates, its inverse, and the rates in them.
+    r"""Return the rates of oscillators in normal coordinates, the linear map T to these coordinates, and its inverse.
 
     For x'' + γ x' + κ x = 0 with v = x', let a = γ/2, ω = √(κ - a²) and λ = -a + iω. The normal coordinates
     (p, q) = T (v, x) are chosen such that z = p + iq follows z' = λz. For impulses they are
@@ -318,7 +328,7 @@ def _normal_coordinates(is_held: bool, rates: Tensor, dtype: torch.dtype) -> tup
     .. math:: p = -a v - \kappa x, \qquad q = \omega v,
 
     so that an input u that is held over the gap Δ adds (e^{λΔ} - 1) u to z. With both, rounding errors are small
-    relative to the energy v² + κx².
+    relative to the energy v² + κx². ``rates`` holds γ and κ, and ``is_held`` is whether the input is held.
 
     Returns:
         The rates (2, P), which are a and ω if an oscillator is underdamped, and γ and κ otherwise; the four entries of
@@ -326,7 +336,7 @@ def _normal_coordinates(is_held: bool, rates: Tensor, dtype: torch.dtype) -> tup
         is the identity.
     """
     gamma, kappa = rates
-    is_underdamped = gamma.square() < 3.0 * kappa  # far enough from critical damping for an accurate ω
+    is_underdamped = gamma.square() < 3.0 * kappa  # close to critical damping ω would be inaccurate
     a, kappa = gamma / 2, torch.where(is_underdamped, kappa, 1.0)
     omega = torch.where(is_underdamped, kappa - a.square(), 1.0).sqrt()
     one, zero, slope = torch.ones_like(a), torch.zeros_like(a), a / omega
@@ -359,7 +369,7 @@ def _transposed(matrix: Entries) -> Entries:
 
 
 class _Segment(NamedTuple):
-    """A part of the series that begins at the sample ``start`` and has ``chunks`` chunks of ``steps`` samples."""
+    """A segment of the series. It begins at sample ``start`` and consists of ``chunks`` chunks of ``steps`` samples."""
 
     start: int
     steps: int
@@ -375,9 +385,10 @@ class _Segment(NamedTuple):
         return self.view(z).to(dtype).reshape(-1, z.shape[-1])
 
     def end_indices(self, ends: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the mask (batch, 1) of sequences that end in the segment, and the indices of their ends in ``view``.
+        """Return the mask (batch, 1) of sequences that end in the segment, and the indices of their last samples.
 
-        ``ends`` (batch,) is the number of the last sample of each sequence.
+        ``ends`` (batch,) holds the index of the last sample of each sequence in the whole series. The returned indices
+        select these samples from a tensor that :meth:`view` returns.
         """
         at, size = ends - self.start, self.steps * self.chunks
         is_here, at = (at >= 0) & (at < size), at.clamp(0, size - 1)
@@ -401,7 +412,10 @@ def _segments(inputs: ScanInput) -> list[_Segment]:
 
 
 class _Oscillators:
-    """The oscillators of a scan that have one kind of transition, with their gradients, summed over the segments."""
+    """The group of all oscillators in a scan that have the same kind of transition, and the gradients of their rates.
+
+    The gradients are summed over the segments of the scan.
+    """
 
     def __init__(self, kind: str, is_held: bool, inputs: ScanInput, index: Any) -> None:
         self.kind, self.is_held, self.index, self.inputs = kind, is_held, index, inputs
@@ -450,21 +464,22 @@ class _Oscillators:
         return tuple(entry.to(dtype).flatten(2) for entry in entries), carries
 
     def increments(self, u: Tensor, entries: Entries) -> Pair:
-        """Return the increments of v and x by the samples, given u = W s_t for all samples s_t."""
+        """Return the amounts f_t W s_t that the samples s_t add to v and to x, given u = W s_t for all samples."""
         if self.is_held:
             return u * entries[4], u * entries[5]
         return u, u.new_zeros(1, 1, u.shape[2]).expand(len(u), 1, -1)
 
     def add_rates(self, entries: Entries, states: Pair, u: Tensor, grads: Pair, wants_gaps: bool) -> Tensor | None:
-        """Add a segment's gradient of the rates to ``self.drates``; return the gradient of its gaps, if wanted.
+        """Add the gradient of the rates, from one segment, to ``self.drates``.
 
+        If ``wants_gaps``, return the gradient of the segment's gaps; otherwise return None.
         ``states`` holds v and x before the first step and after each step, (steps + 1, batch, chunks * size). ``grads``
         holds the gradients with respect to v and x after each step. ``u`` is W s_t for all samples s_t.
         """
         v, x = states
         gv, gx = grads
         shape = (*u.shape[:2], -1, self.size)
-        if self.kind == "rotation":  # for z = e^{λΔ} z₀ with gradient g, -a has Δ Re(ḡz), ω has Δ Im(ḡz)
+        if self.kind == "rotation":  # z = e^{λΔ} z₀ has the gradients -Δ Re(ḡz) for a, Δ Im(ḡz) for ω
             p, q = (v[1:] + u if self.is_held else v[1:] - u), x[1:]
             along, across = (gv * p).addcmul_(gx, q), (gx * p).addcmul_(gv, q, value=-1)
             weights = self.gaps.expand(*shape[:2], *self.gaps.shape[2:]).reshape(1, -1)
@@ -501,7 +516,10 @@ def _oscillators(options: Options, inputs: ScanInput) -> list[_Oscillators]:
 
 
 def _chunk_products(matrices: Tensor) -> Tensor:
-    """Return the product of n 2 × 2 matrices, with the last matrix leftmost: entries (4, n, ...) -> (4, ...)."""
+    """Return the product A_n ... A_2 A_1 of n 2 × 2 matrices.
+
+    ``matrices`` (4, n, ...) holds the entries of A_1, ..., A_n. The result (4, ...) holds the entries of the product.
+    """
     while matrices.shape[1] > 1:
         even = matrices.shape[1] // 2 * 2
         first, second, rest = matrices[:, :even:2], matrices[:, 1:even:2], matrices[:, even:]
@@ -516,10 +534,10 @@ def _pairs(states: Sequence[Tensor]) -> list[Pair]:
 
 
 def _recur(rows: Sequence[Entries], inputs: Sequence[Pair], states: Sequence[Pair]) -> None:
-    """Compute h_i = M_i h_{i-1} + b_i in place, for i = 1, 2, ....
+    """Compute h_i = M_i h_{i-1} + b_i for i = 1, 2, ..., and write the results into ``states``.
 
-    ``states`` is the list h_0, h_1, ...; all except h_0 are overwritten. ``rows`` holds the entries of M_1, M_2, ...,
-    and ``inputs`` holds b_1, b_2, .... b_i and h_i may share memory.
+    ``states`` is the list h_0, h_1, ...; all except h_0 are overwritten. ``rows`` is the list of the entries of
+    M_1, M_2, ..., and ``inputs`` is the list b_1, b_2, .... b_i and h_i may share memory.
     """
     for (vv, vx, xv, xx), (bv, bx), (v, x), (v1, x1) in zip(rows, inputs, states, states[1:], strict=False):
         torch.addcmul(bv, vv, v, out=v1).addcmul_(vx, x)
@@ -529,12 +547,12 @@ def _recur(rows: Sequence[Entries], inputs: Sequence[Pair], states: Sequence[Pai
 def _starts(
     rows: Sequence[Entries], inputs: Sequence[Pair], start: Sequence[Tensor], carries: Entries, order: int = 1
 ) -> Sequence[Tensor]:
-    """Return the states of P oscillators at the starts of all chunks, (batch, chunks * P).
+    """Return v and x of P oscillators at the starts of all chunks, (batch, chunks * P) each.
 
-    ``start`` is the state at the start of the first chunk, (batch, P). ``rows`` holds the entries of the transitions of
-    all steps of a chunk except the first, and ``inputs`` the increments of all steps. ``carries`` holds the entries of
-    the product of the transitions of each chunk, (1 or batch, chunks, P). With ``order=-1`` the chunks run from the
-    last to the first.
+    ``start`` is the pair v, x at the start of the first chunk, (batch, P) each. ``inputs`` holds what each step adds to
+    v and x, and ``rows`` holds the entries of the transition of each step except the first, both for all chunks.
+    ``carries`` holds the entries of the product of all transitions in a chunk, (1 or batch, chunks, P). With
+    ``order=-1`` the recurrence runs from the last chunk to the first.
     """
     if carries[0].shape[1] == 1:
         return start
@@ -553,10 +571,10 @@ def _starts(
 
 
 def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Tensor]]:
-    """Compute the scan in segments of chunks; return its outputs, and the states at the starts of chunks for backward.
+    """Compute the scan segment by segment; return the results of :func:`scan_reference`, and residuals for backward.
 
-    For 1,024 samples it is 33 times as fast as :func:`scan_reference`; benchmarks/oscillators.py measures both in its
-    rows "own" and "loop".
+    The residuals are the states at the starts of chunks. For 1,024 samples this function is 33 times as fast as
+    :func:`scan_reference`; benchmarks/oscillators.py measures both in its rows "own" and "loop".
     """
     inputs = ScanInput(*tensors)
     x, d, dtype = inputs.x, inputs.d, inputs.v0.dtype
@@ -594,8 +612,8 @@ def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Te
 def _path(matrices: Sequence[Entries], b: Sequence[Pair], start: Sequence[Tensor]) -> Pair:
     """Return v and x at the starts of all chunks of a segment and after each of their steps.
 
-    Each has the shape (steps + 1, batch, chunks * P). ``start`` is the pair v, x at the starts, and ``b`` holds the
-    increments of the steps.
+    Each has the shape (steps + 1, batch, chunks * P). ``start`` is the pair v, x at the starts of the chunks.
+    ``matrices`` holds the entries of the transition of each step, and ``b`` holds what each step adds to v and x.
     """
     v, x = (z.new_empty(len(matrices) + 1, len(z), b[0][0].shape[1]) for z in start)
     v[0], x[0] = start
@@ -655,8 +673,9 @@ def _segment_vjp(
     wants: Any,
     dgaps: Tensor | None,
 ) -> Tensor:
-    """Return a segment's gradient of the products W s_t; add its other gradients to ``group`` and ``dgaps``.
+    """Compute the VJP of one segment for a group of oscillators; return the gradient of the products W s_t.
 
+    The gradients of the rates are added to ``group``, and those of the gaps to ``dgaps``.
     ``rows`` holds the samples, ``dout`` the gradients of the outputs, and ``start`` the states at the starts of chunks.
     ``after`` is the gradient of the states after the segment. It is overwritten by the gradient of the states before
     the segment. ``dend`` is the gradient of the last states of the sequences. ``wants`` holds a bool for each field of
@@ -699,7 +718,7 @@ def _segment_vjp(
 fast_scan = _torch.fast_form(scan_reference, _vjp)(_forward)
 
 
-# For torch.compile, the residuals are padded to a shape that depends only on the length.
+# torch.compile needs residuals whose shape depends only on the length of the series, so they are padded.
 
 
 def _padded_forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Tensor]]:

@@ -1,4 +1,7 @@
-"""The time loops of recurrent layers: the linear filter v_t = mu_t v_{t-1} + s x_t, and a cell over filtered inputs."""
+"""The recurrences over time in recurrent layers: a linear filter of the inputs, and a cell over filtered inputs.
+
+The linear filter is v_t = mu_t v_{t-1} + s x_t, with momentum coefficients mu_t and a step size s.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 32  # number of time steps that one matrix filters
-LOOP_WIDTH = 2**11  # number of values per time step from which on, on a CPU, a time loop is faster than matrices
+BLOCK = 32  # number of time steps in a block, which is filtered by one matrix product
+LOOP_WIDTH = 2**11  # with this many values per time step or more, a time loop on a CPU is faster than matrix products
 
 
 def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = None) -> Tensor:
@@ -33,15 +36,17 @@ def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = No
 
 
 def _filter_blocks(x: Tensor, mu: Tensor, v: Tensor | None, takes_any_length: bool) -> Tensor:
-    """Filter x (T, batch, n) with mu (T, 1) or (T, batch) by matrix products, starting from v or zero.
+    """Compute v_t = mu_t v_{t-1} + x_t by matrix products, for x (T, batch, n) and mu (T, 1) or (T, batch).
 
-    One matrix filters each block of time steps. The last values of the blocks are filtered in the same way. For inputs
-    784 x 64 x 2 this takes 1.1 ms, and a loop over time 13 ms (``benchmarks.recurrent``, training, MomentumLSTM).
-    Exported programs then take any length. A cumulative sum of x_t / (mu_1 ... mu_t) would be shorter but overflows.
+    The initial v_0 is ``v`` (batch, n), or zero if ``v`` is None. Time is divided into blocks, and one matrix product
+    filters each block from zero. The values at the ends of the blocks are filtered in the same way, to get the value
+    with which each block starts. For inputs 784 x 64 x 2 this takes 1.1 ms, and a loop over time takes 13 ms
+    (``benchmarks.recurrent``, training, MomentumLSTM). With ``takes_any_length``, a program exported from this code
+    works for all T. A cumulative sum of x_t / (mu_1 ... mu_t) would be shorter code but overflows.
     """
     steps = x.shape[0]
     given = x.flatten(1).unsqueeze(1) if mu.shape[1] == 1 else x
-    if v is not None:  # v becomes an input before the first time step
+    if v is not None:  # v becomes the input of an additional first time step
         given, mu = torch.cat([v.view_as(given[0]).unsqueeze(0), given]), pad(mu, (0, 0, 1, 0))
     levels = 2 if takes_any_length else (steps >= BLOCK) + (steps >= BLOCK**2)
     finite = given.nan_to_num(0.0, 0.0, 0.0)  # because a zero of a matrix times NaN or inf is NaN
@@ -50,7 +55,11 @@ def _filter_blocks(x: Tensor, mu: Tensor, v: Tensor | None, takes_any_length: bo
 
 
 def _filter_levels(x: Tensor, mu: Tensor, levels: int, takes_any_length: bool) -> Tensor:
-    """Filter x (T, groups, n) with mu (T, groups) from zero: at level 0 by one matrix, at higher levels by blocks."""
+    """Compute v_t = mu_t v_{t-1} + x_t from v_0 = 0, for x (T, groups, n) and mu (T, groups), by recursion over blocks.
+
+    With ``levels`` = 0, one matrix product filters all T time steps. Otherwise matrix products filter blocks of time
+    steps, and a call with ``levels - 1`` filters the values at the ends of the blocks.
+    """
     steps, cumprod = x.shape[0], _cumprod if takes_any_length else torch.cumprod
     if levels == 0:
         return (_filter_matrix(mu.T, cumprod).to(x) @ x.transpose(0, 1)).transpose(0, 1)
@@ -66,7 +75,10 @@ def _filter_levels(x: Tensor, mu: Tensor, levels: int, takes_any_length: bool) -
 
 
 def _filter_matrix(mu: Tensor, cumprod: Callable[..., Tensor]) -> Tensor:
-    """Return a matrix (..., T, T) with mu_{j+1} ... mu_t in row t and column j, from mu (..., T), which may be 0."""
+    """Return the lower triangular matrix (..., T, T) of the filter, from its coefficients mu (..., T), which may be 0.
+
+    The entry in row t and column j <= t is the product mu_{j+1} ... mu_t, by which the input x_j contributes to v_t.
+    """
     steps = torch.arange(mu.shape[-1], device=mu.device)
     is_later = steps.unsqueeze(1) > steps
     factors = torch.where(is_later, mu.unsqueeze(-1), 1.0).mT
@@ -74,7 +86,7 @@ def _filter_matrix(mu: Tensor, cumprod: Callable[..., Tensor]) -> Tensor:
 
 
 def _cumprod(x: Tensor, dim: int) -> Tensor:
-    """Return ``x.cumprod(dim)`` as products of shifted factors, for exported graphs: ONNX has no cumprod operator."""
+    """Return ``x.cumprod(dim)``, computed by multiplications with shifted copies, because ONNX has no cumprod."""
     size = x.shape[dim]
     if not isinstance(size, int):
         return x.cumprod(dim)
@@ -87,7 +99,8 @@ class Cell(NamedTuple):
     """The equations of a cell.
 
     Attributes:
-        step: ``step(d, h, c, u, bias)`` returns the next h and c from the filtered input d; u is the transpose of W_hh.
+        step: ``step(d, h, c, u, bias)`` returns the next hidden state h and cell state c. d is the filtered W_ih x, and
+            u is the transpose of W_hh.
         gates: number of gates, each with as many features as h.
         has_cell_state: whether the cell has a cell state c, as an LSTM has.
         adds_bias: whether ``step`` adds the bias; if not, d contains the bias.
@@ -106,7 +119,8 @@ def run_cell(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run a cell over its filtered inputs d (T, batch, gates * n); return all h (T, batch, n), and the last h and c.
 
-    ``u`` is W_hh. ``bias`` is b_hh, or the bias of the activation.
+    ``h`` and ``c`` are the initial hidden state and cell state. ``u`` is W_hh. ``bias`` is b_hh, or the bias of the
+    activation.
     """
     if bias is not None and not cell.adds_bias:
         d, bias = d + bias, None

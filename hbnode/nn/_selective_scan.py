@@ -3,7 +3,8 @@ r"""The scan z_t = e^{ρ_t + iφ_t} z_{t-1} + b_t, real or complex, with coeffic
 The module has a reference implementation, which loops over the samples, and a fast one with its own VJP. All tensors
 are (T, ...), time first. The fast implementation divides the series into about √T chunks. It first runs all chunks in
 parallel from zero states, then computes the states between chunks, and then runs all chunks in parallel from these
-states. The transition over a chunk is the exponential of a sum. No cumulative product is inverted, so e^{ρ} may be 0.
+states. The product of the coefficients of a chunk is e to the power of the sum of ρ_t + iφ_t. No cumulative product is
+inverted, so e^{ρ} may be 0.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _exponential(rho: Tensor, phi: Tensor | None) -> Tensor:
 
 
 def scan_reference(_: object, rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> tuple[Tensor]:
-    """Compute the states after each sample, (T, ...), in a loop over the samples."""
+    """Return the states z_t after all samples, (T, ...), computed in a loop over the samples."""
     states = [z0]
     for alpha, jump in zip(_exponential(rho, phi), b, strict=True):
         states.append(alpha * states[-1] + jump)
@@ -46,9 +47,10 @@ def _chunked(x: Tensor) -> Tensor:
 
 
 def _recur(alpha: Tensor, b: Tensor, total: Tensor, start: Tensor, is_reversed: bool) -> Tensor:
-    """Return the states of the recurrence h ← alpha h + b over chunks (count, size, ...), forwards or backwards.
+    """Return the states of the recurrence h ← alpha h + b, with alpha and b divided into chunks (count, size, ...).
 
-    ``total`` holds the product of alpha over each chunk, (count, ...), and ``start`` is the first state.
+    ``total`` holds the product of alpha over each chunk, (count, ...). ``start`` is the initial h. If ``is_reversed``,
+    the recurrence runs from the last sample to the first.
     """
     order, chunks = range(b.shape[1]), range(len(b))
     steps = list(zip(b.unbind(1), alpha.unbind(1), strict=True))
@@ -85,7 +87,7 @@ def _forward(_: object, keep: bool, rho: Tensor, phi: Tensor | None, b: Tensor, 
 def _vjp(
     _: object, tensors: Sequence[Any], residuals: Sequence[Tensor], grads: Sequence[Any], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Compute the VJP by the same recurrence, from the last sample to the first.
+    """Compute the VJP of the scan by a recurrence of the same form, from the last sample to the first.
 
     Let α_t = e^{ρ_t + iφ_t} be the coefficient of sample t, and g_t the conjugate of the gradient of output t. Let λ_t
     be the conjugate of the total gradient of z_t, later samples included. Then λ_t = g_t + μ_{t+1} with μ_t = α_t λ_t,
@@ -128,7 +130,7 @@ _compiled_scan = _torch.operator_form(
 
 
 def scan(rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> Tensor:
-    """Compute the states after each sample, (T, ...), by the fast implementation if it is applicable.
+    """Return the states z_t after all samples, (T, ...), computed by the fast implementation if it is applicable.
 
     Arguments:
         rho: logarithms of the moduli of the coefficients, (T, ...), at most 0.

@@ -8,7 +8,7 @@ Layer = TypeVar("Layer", bound=type)
 
 
 def shares_arguments(kind: Layer, base: type | None = None) -> Layer:
-    """Add the arguments that a class passes on to its base class to the signature and the docstring of the class.
+    """Complete the signature and the docstring of a class by the arguments that it passes on to its base class.
 
     The decorated class either inherits ``__init__``, or its ``__init__`` takes ``**options: Unpack[Options]``, where
     the keys of the TypedDict ``Options`` name keyword arguments of the base class. The docstring of the decorated class

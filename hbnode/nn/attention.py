@@ -43,7 +43,7 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
     k_proj_weight: nn.Parameter
     v_proj_weight: nn.Parameter
     _shown: ClassVar[tuple[str, ...]]  # names of the attributes that repr shows
-    _qkv_same_embed_dim = False  # so that torch.nn.TransformerEncoderLayer never uses its fused softmax attention
+    _qkv_same_embed_dim = False  # keeps torch.nn.TransformerEncoderLayer from fusing softmax attention
 
     def __init__(
         self,
@@ -241,10 +241,11 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         causal: bool,
         state: State | None = None,
     ) -> tuple[Tensor, State | None]:
-        """Compute attention from ``heads``, the projected queries, keys and values.
+        """Compute attention from ``heads``, the projected queries, keys and values of each head.
 
-        ``key`` is the input of the key projection (batch, length, kdim), from which a subclass may compute gates. The
-        result is the outputs (batch, heads, length, head_dim) and the new state.
+        ``key`` is the input of the key projection (batch, length, kdim), from which a subclass may compute gates.
+        ``ignored`` is the padding mask, True = ignore. Return the outputs (batch, heads, length, head_dim), and the new
+        state.
         """
         raise NotImplementedError
 
@@ -565,7 +566,10 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
         )
 
     def _gates(self, x: Tensor) -> dict[str, Any]:
-        """Compute the gates (batch, heads, length) from x (batch, length, embed_dim), as arguments by name."""
+        """Compute the gates (batch, heads, length) from x (batch, length, embed_dim).
+
+        Return a dict of keyword arguments for :func:`hbnode.nn.functional.heavy_ball_memory`.
+        """
         rows = iter(self.gates(x).transpose(1, 2).unflatten(1, (-1, self.num_heads)).unbind(1))
         write, log_decay, log_momentum, step = torch.sigmoid(next(rows)), None, None, None
         if self.has_decay:

@@ -119,7 +119,7 @@ class ODEBlock(nn.Module):
             value = checked_jumps(value) if name == "jump_times" else checked_span(value)
         super().__setattr__(name, value)
         if name in _SETTINGS.values():
-            self._settings = None  # checked together in the next call
+            self._settings = None  # the next call checks all settings
 
     @property
     def nfe(self) -> NFE:
@@ -137,9 +137,12 @@ class ODEBlock(nn.Module):
         self._nfe = self._nfe.successor
 
     def forward(self, x: Tensor, t: Times | None = None) -> Tensor:
-        """Return h at the end of ``t_span``, or, given ``t``, h at the times ``t``, with x as the value at ``t[0]``."""
+        """Solve the ODE with the input x, and return h at the end of ``t_span``.
+
+        If ``t`` is given, x is the input at ``t[0]``, and the result is h at the times ``t``, time first.
+        """
         readout = self.field.readout
-        if t is None and getattr(readout, "__func__", None) is Field.readout:  # it takes a state at one time
+        if t is None and getattr(readout, "__func__", None) is Field.readout:  # the readout is for one time
             return readout(self._solve(self.field, self.start(x), None, end=True))
         h = readout(self.trajectory(x, t))
         return h[-1] if t is None else h
@@ -278,8 +281,9 @@ def _traced_shapes() -> AbstractContextManager[None]:
 class HeavyBallODEBlock(ODEBlock):
     r"""An ODE layer for the heavy-ball equation :math:`h'' + \gamma h' = f(h, t)` that maps h(t0) = x to h(T).
 
-    With ``generalized=True`` the equation is that of :class:`hbnode.GHBNODE`,
-    :math:`h' = \sigma(m),\; m' = -\gamma m + f(h, t) - \xi h`.
+    The state is the pair of h and the momentum m = h', and γ is the damping. With ``generalized=True`` the equation is
+    that of :class:`hbnode.GHBNODE`, :math:`h' = \sigma(m),\; m' = -\gamma m + f(h, t) - \xi h`, with an activation σ
+    and a spring constant ξ.
 
     Arguments:
         func: f, a module or callable with the arguments ``(h)`` or ``(t, h)`` that returns the shape of h.

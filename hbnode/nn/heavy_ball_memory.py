@@ -149,7 +149,7 @@ def heavy_ball_memory(
         if gamma is None and mu is not None:
             gamma = -torch.expm1(mu)  # 1 − μ; 0 for an ignored step
         s, p = _read_state(initial_state, batch, q, v, mu is not None, dtype)
-        if ignored is not None:  # a factor of 0 would keep NaN
+        if ignored is not None:  # 0 * NaN is NaN
             k, v = k.masked_fill(ignored.unsqueeze(-1), 0.0), v.masked_fill(ignored.unsqueeze(-1), 0.0)
             q = q.masked_fill(ignored.unsqueeze(-1) & ~q.isfinite(), 0.0)
         tensors = q, k, v, mu, alpha, gamma, eta, s, p
@@ -167,7 +167,7 @@ def heavy_ball_memory(
 
 
 def _has_one_length(q: Tensor) -> bool:
-    """Return whether torch.export records a graph for one fixed length, which then consists of torch's operations."""
+    """Return whether torch.export traces a program for one fixed length, which needs no custom operator."""
     # during torch.compile this cannot be known: a length that looks fixed may be symbolic
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling() and isinstance(q.shape[2], int)
 

@@ -17,11 +17,12 @@ from hbnode.nn.sequences import Sequences
 
 @record
 class Gaussian(Record):
-    """Independent normal distributions of values.
+    """A normal distribution for each element of a tensor, by means and standard deviations.
 
     Attributes:
-        mean: means of the values.
-        std: standard deviations in the shape of the means; for observations they include the observation noise.
+        mean: means, a tensor of any shape.
+        std: standard deviations, in the shape of ``mean``. If the values are observations, they include the
+            observation noise.
     """
 
     mean: Tensor
@@ -30,14 +31,14 @@ class Gaussian(Record):
 
 @record
 class OscillatorBelief(Record):
-    """The joint normal distribution of the states of all noisy oscillators at one time.
+    """The joint normal distribution of the states (v, x) of all noisy oscillators of a layer at one time.
 
     Attributes:
         v: means of the velocities, (batch, num_oscillators), in float64.
         x: means of the displacements, (batch, num_oscillators).
-        t: the time, (batch,).
-        covariance: covariance matrix of (v, √κ x), where κ is the stiffness, (batch, 2 num_oscillators,
-            2 num_oscillators).
+        t: time of the states, (batch,).
+        covariance: covariance matrix of the vector (v, √κ x), where κ is the stiffness of each oscillator,
+            (batch, 2 num_oscillators, 2 num_oscillators).
     """
 
     v: Tensor
@@ -52,9 +53,11 @@ class OscillatorFiltered(Record):
 
     Attributes:
         before: the distribution of each sample given the earlier samples, (batch, T, input_size).
-        after: the distribution of a second observation at the same time, given this sample and the earlier ones.
-        log_likelihood: log density of each sample given the earlier samples, (batch, T); 0 if nothing is observed.
-        state: the distribution of the states after the last sample.
+        after: the distribution of another observation at the time of each sample, given this sample and the earlier
+            samples, (batch, T, input_size).
+        log_likelihood: log density of each sample given the earlier samples, (batch, T); 0 for a sample without
+            observed values.
+        state: the distribution of the oscillators' states after the last sample.
     """
 
     before: Gaussian
@@ -63,25 +66,26 @@ class OscillatorFiltered(Record):
     state: OscillatorBelief
 
 
-_BLOCK_SIZE = 4096  # squared size of a block above which arithmetic takes longer than calling the operations
-_ROUNDING_ERRORS = 64  # size of rounding errors in the covariance of a block, in units of the machine precision
+_BLOCK_SIZE = 4096  # entries of an (n, n) block matrix above which arithmetic takes longer than calling the operations
+_ROUNDING_ERRORS = 64  # relative rounding error in the covariance of a block, divided by the machine epsilon
 
 
 class Blocks(NamedTuple):
-    """The samples of each series, divided into blocks, and the distribution of a block given the state h before it.
+    """The samples of each series, divided into blocks of consecutive samples, with the matrices of each block.
 
-    The signal in a block is M h + ε, and the state after the block is Φ h + η, where ε and η are normal and independent
-    of h. A block has n values, ordered by sample, then by channel. There are S sets of values at the same times. P is
-    the number of oscillators. All fields begin with the dimensions (blocks, batch).
+    Let h be the state of the P oscillators before a block. The signal at the samples of the block is M h + ε, and the
+    state after the block is Φ h + η, where ε and η are normal and independent of h. A block has n values, one for each
+    sample and channel, ordered by sample, then by channel. The filter can process S series of values with the same
+    times at once. All attributes begin with the dimensions (blocks, batch).
 
     Attributes:
         m: M, (n, 2 P).
         phi: Φ, (2 P, 2 P).
-        k: the stationary covariance of the signal, (n, n).
+        k: the stationary covariance matrix of the signal at the samples of the block, (n, n).
         g: the stationary covariance between the signal and the state after the block, (n, 2 P).
-        x: the values (n, S); 0 where nothing is observed.
-        seen: 1 for observed values, else 0; (n,).
-        noise: variance of the observation noise (n,).
+        x: the values of the samples, (n, S); 0 for missing values.
+        seen: 1 for observed values and 0 for missing values, (n,).
+        noise: variance of the observation noise of each value, (n,).
     """
 
     m: Tensor
@@ -96,14 +100,17 @@ class Blocks(NamedTuple):
 class Updates(NamedTuple):
     """The distributions of the states before the blocks, and the matrices with which each block updates them.
 
+    :class:`Blocks` defines n, P and S.
+
     Attributes:
         mean: mean μ of the state before each block, (blocks, batch, 2 P, S).
         excess: D, the covariance of this state minus the stationary covariance I, (blocks, batch, 2 P, 2 P).
         factor: L, the Cholesky factor of the covariance of the observed values given earlier blocks,
             (blocks, batch, n, n).
-        white: L⁻¹ times the prediction errors, (blocks, batch, n, S); its entries are independent and standard normal.
+        white: L⁻¹ times the prediction errors, which are the observed values minus their predictions from earlier
+            blocks, (blocks, batch, n, S). Under the model, its entries are independent and standard normal.
         a: L⁻¹ times the covariance between the observed values and the state after the block, (blocks, batch, n, 2 P).
-        last: μ and D after the last block.
+        last: pair of μ and D of the state after the last block.
     """
 
     mean: Tensor
@@ -117,10 +124,11 @@ class Updates(NamedTuple):
 class KalmanFilter:
     r"""The Kalman filter and smoother of P oscillators with the scaled states h = (v, √κ x)/σ.
 
-    The stationary covariance of h is the identity I. The filter processes the samples block by block; given the state
-    before it, a block is a Gaussian process. K, M, G and Φ are the matrices of :class:`Blocks`. Let the state before a
-    block have the mean μ and the covariance I + D. The observed values y of the block then have the covariance
-    S = K + M D Mᵀ + noise. The covariance between y and the state after the block is A = G + M D Φᵀ. The update is
+    An oscillator has the velocity v, the displacement x and the stiffness κ. σ is the stationary standard deviation of
+    v. The stationary covariance of h is the identity I. The filter processes the samples block by block. K, M, G and Φ
+    are the matrices ``k``, ``m``, ``g`` and ``phi`` of :class:`Blocks`. Let the state before a block have the mean μ
+    and the covariance I + D. The observed values y of the block then have the covariance S = K + M D Mᵀ + noise. The
+    covariance between y and the state after the block is A = G + M D Φᵀ. The update is
 
     .. math:: \mu \leftarrow \Phi\mu + A^T S^{-1}(y - M\mu), \qquad D \leftarrow \Phi D\Phi^T - A^T S^{-1}A.
 
@@ -128,9 +136,9 @@ class KalmanFilter:
     samples, a series of T samples takes √T steps to compute these matrices, and √T updates. Large batches have shorter
     blocks.
 
-    The smoother processes the blocks from the last to the first. Consider the log density of all values from a block
-    on as a function of the mean of the state before this block. Let r be its gradient and N its negative Hessian. With
-    B = Φ - Aᵀ S⁻¹ M,
+    The smoother processes the blocks from the last to the first. Consider the log density of the values of a block and
+    all later blocks as a function of the mean of the state before this block. Let r be its gradient and N its negative
+    Hessian. With B = Φ - Aᵀ S⁻¹ M,
 
     .. math:: r \leftarrow M^T S^{-1}(y - M\mu) + B^T r, \qquad N \leftarrow M^T S^{-1}M + B^T N B.
 
@@ -139,9 +147,9 @@ class KalmanFilter:
         and Efficient Simulation Smoother, Biometrika 89 (2002).
 
     Arguments:
-        rates: the damping γ and the stiffness κ (2, P), in the dtype of the filter.
-        c: the matrix C (channels, 2 P) that maps (v, √κ x) to observations.
-        log_spread: log σ (P,).
+        rates: the damping γ and the stiffness κ of each oscillator, (2, P), in the dtype of the filter.
+        c: the matrix C (channels, 2 P) that maps (v, √κ x) to the signal, which is an observation without noise.
+        log_spread: log σ of each oscillator, (P,).
         log_observation_noise: logarithm of the standard deviation of the observation noise, (channels,), or
             (batch, T, channels).
     """
@@ -169,7 +177,7 @@ class KalmanFilter:
             )
 
     def filter(self, sequences: Sequences, state: OscillatorBelief | None) -> OscillatorFiltered:
-        """Filter the sequences from a state, or from the stationary distribution if the state is None."""
+        """Filter the sequences, starting from ``state``, or from the stationary distribution if ``state`` is None."""
         t, x, seen = self._samples(sequences)
         blocks = self._blocks(t, x.unsqueeze(-1), seen, state)
         found = self._run(blocks, state)
@@ -192,13 +200,16 @@ class KalmanFilter:
         return self._log_densities(blocks, found).sum((0, 2))
 
     def run(self, sequences: Sequences) -> tuple[Blocks, Updates]:
-        """Filter the sequences from the stationary distribution; return their blocks and updates."""
+        """Filter the sequences, starting from the stationary distribution; return the blocks and their updates."""
         t, x, seen = self._samples(sequences)
         blocks = self._blocks(t, x.unsqueeze(-1), seen)
         return blocks, self._run(blocks)
 
     def forecast(self, state: OscillatorBelief, dt: Tensor) -> tuple[Gaussian, OscillatorBelief]:
-        """Return the distributions of observations at times dt (batch, K) after ``state``, and the last state."""
+        """Return the distributions of observations at times dt (batch, K) after ``state``, and the state at the last.
+
+        The distributions have the shape (batch, K, channels).
+        """
         mean, excess = self._unpack(state)
         phi = self._transition(dt.to(self.dtype))
         m, last = self._read(phi), _block_diagonal(phi[..., -1])
@@ -208,9 +219,9 @@ class KalmanFilter:
         return bands, self._pack(last @ mean, last @ excess @ last.mT, time)
 
     def smooth(self, sequences: Sequences, at: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the means and variances of the signal, (batch, K, channels), given all samples.
+        """Return the means and the variances of the signal given all samples, both (batch, K, channels).
 
-        They are for the times ``at`` (batch, K), or for the times of the samples if ``at`` is None.
+        The K times are ``at`` (batch, K), or the times of the samples if ``at`` is None.
         """
         t, x, seen, index = self._with_queries(sequences, at)
         blocks = self._blocks(t, x.unsqueeze(-1), seen)
@@ -220,10 +231,11 @@ class KalmanFilter:
     def sample_paths(
         self, sequences: Sequences, at: Tensor | None, paths: int, generator: torch.Generator | None
     ) -> Tensor:
-        """Draw paths of the signal given all samples, (batch, K, channels, paths), at times as in :meth:`smooth`.
+        """Draw ``paths`` paths of the signal given all samples, at the times that :meth:`smooth` uses.
 
-        A path and observations of it are drawn from the prior. Then the smoothed mean for the difference between the
-        true and the drawn observations is added to the path.
+        A path and noisy observations of it are first drawn from the prior. Subtract them from the true observations and
+        smooth the differences. The path plus the smoothed mean is a draw given all samples. The result has the shape
+        (batch, K, channels, paths).
         """
         t, x, seen, index = self._with_queries(sequences, at)
         signal, data = self._draw(t, paths, generator)
@@ -244,9 +256,9 @@ class KalmanFilter:
         return OscillatorBelief(v, x / self.root, t, covariance * (self.spread * self.spread.unsqueeze(1)))
 
     def _transition(self, gaps: Tensor) -> Tensor:
-        """Return the transition matrix of each scaled oscillator over each gap, (2, P, 2, *gaps.shape).
+        """Return the 2 × 2 transition matrix of each scaled oscillator over each of the times ``gaps``.
 
-        The dimensions are the row of the matrix, the oscillator, the column of the matrix, and those of ``gaps``.
+        The result is (2, P, 2, *gaps.shape): row of the matrix, oscillator, column of the matrix, gap.
         """
         gamma, kappa, root = (z.view(-1, *[1] * gaps.dim()) for z in (self.gamma, self.kappa, self.root))
         step = exact_step(gamma, kappa, gaps)
@@ -254,7 +266,7 @@ class KalmanFilter:
         return torch.stack(rows)
 
     def _read(self, phi: Tensor) -> Tensor:
-        """Return C Φ (..., channels, 2 P) for transitions (2, P, 2, ...)."""
+        """Return the products C Φ (..., channels, 2 P) for transition matrices Φ, given as ``phi`` (2, P, 2, ...)."""
         return torch.einsum("crp,rpk...->...ckp", self.c.unflatten(1, (2, -1)), phi).flatten(-2)
 
     # Blocks
@@ -266,10 +278,10 @@ class KalmanFilter:
         return sequences.t.to(self.dtype), x, seen
 
     def _with_queries(self, sequences: Sequences, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Add unobserved samples at times ``at`` (batch, K) to the samples of the sequences.
+        """Add samples without observed values, at the times ``at`` (batch, K), to the samples of the sequences.
 
-        Return times, samples and observed values as :meth:`_samples` does, and the indices (batch, K) of the additional
-        samples.
+        Return the times, the samples and the mask of observed values, as :meth:`_samples` does, and the indices
+        (batch, K) of the added samples. If ``at`` is None, nothing is added, and the indices are those of all samples.
         """
         t, x, seen = self._samples(sequences)
         if at is None:
@@ -286,17 +298,20 @@ class KalmanFilter:
         return z.unflatten(1, (-1, length)).flatten(2, 3).transpose(0, 1)
 
     def _unblocked(self, z: Tensor, t: Tensor) -> Tensor:
-        """Join the blocks z (blocks, batch, n, ...) to (batch, T, channels, ...), for times t (batch, T)."""
+        """Join blocks z (blocks, batch, n, ...) to (batch, T, channels, ...), where T is the length of t (batch, T)."""
         return z.transpose(0, 1).unflatten(2, (-1, len(self.c))).flatten(1, 2)[:, : t.shape[1]]
 
     def _blocks(self, t: Tensor, x: Tensor, seen: Tensor, state: OscillatorBelief | None = None) -> Blocks:
-        """Return the blocks of samples x (batch, T, channels, S) at times t (batch, T)."""
+        """Divide samples x (batch, T, channels, S) at times t (batch, T) into blocks, and compute their matrices.
+
+        ``seen`` is the mask of observed values. ``state`` is the state before the first sample, if there is one.
+        """
         start = t[:, :1] if state is None else state.t.to(t).unsqueeze(1)
         gaps = self._blocked(t.diff(prepend=start).unsqueeze(-1))
         shape, total, n = gaps.shape[:2], gaps[..., 0].numel(), gaps.shape[2] * len(self.c)
-        # z belongs to a sample and has the shape (2, P, columns, blocks · batch). Two columns are the transition from
-        # the start of the block to the sample. The others are the stationary covariances between the state at the
-        # sample and the values of the block up to the sample.
+        # z is computed for one sample after the other, and has the shape (2, P, columns, blocks · batch). Two columns
+        # are the transition from the start of the block to the sample. The other columns are the stationary covariances
+        # between the state at the sample and the values of the block up to the sample.
         own = self.c.T.unflatten(0, (2, -1)).unsqueeze(-1)
         z = t.new_zeros(2, own.shape[1], 2 + n, total)
         z[0, :, 0] = z[1, :, 1] = 1.0
@@ -338,14 +353,15 @@ class KalmanFilter:
         return Updates(means, excesses, factors, whites, gains, (mean, excess))
 
     def _log_densities(self, blocks: Blocks, found: Updates) -> Tensor:
-        """Return the log density of each value given the values before it, (blocks, batch, n); 0 where unobserved."""
+        """Return the log density of each value given all values before it, (blocks, batch, n); 0 for missing values."""
         logs = found.factor.diagonal(dim1=-2, dim2=-1).log()
         return -0.5 * found.white.square().sum(-1) - logs - 0.5 * math.log(2 * math.pi) * blocks.seen
 
     def _predicted(self, blocks: Blocks, found: Updates) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the mean and the variance of the signal given earlier blocks, and its covariance with L⁻¹ y.
+        """Return the mean and the variance of the signal given earlier blocks, and the covariance of signal and L⁻¹ y.
 
-        Here y denotes the observed values of the block, and L is ``found.factor``.
+        Here y denotes the observed values of the block, and L is ``found.factor``. The results have the shapes
+        (blocks, batch, n, S), (blocks, batch, n) and (blocks, batch, n, n).
         """
         m_excess = blocks.m @ found.excess
         cross = blocks.seen.unsqueeze(-1) * (blocks.k + m_excess @ blocks.m.mT).mT
@@ -396,13 +412,13 @@ class KalmanFilter:
 
 
 def safe_sqrt(variance: Tensor) -> Tensor:
-    """Return the standard deviation; if rounding made a variance <= 0, the result and its gradient are 0."""
+    """Return the square root of ``variance``; where rounding made it <= 0, the result and its gradient are 0."""
     is_lost = variance <= 0
     return torch.where(is_lost, 0.0, torch.where(is_lost, 1.0, variance).sqrt())
 
 
 def _block_diagonal(phi: Tensor) -> Tensor:
-    """Return the transitions of P oscillators, (2, P, 2, ...), as matrices (..., 2 P, 2 P) for the joint state."""
+    """Arrange the 2 × 2 transitions of P oscillators, (2, P, 2, ...), as matrices (..., 2 P, 2 P) for all of them."""
     matrix = torch.einsum("rpk...,pq->...rpkq", phi, torch.eye(phi.shape[1], dtype=phi.dtype, device=phi.device))
     return matrix.flatten(-2).flatten(-3, -2)
 

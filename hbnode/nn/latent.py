@@ -29,7 +29,7 @@ from hbnode.solve.settings import Gradient, Method, Settings
 __all__ = ["ELBO", "LatentModel", "LatentODE", "LatentPrediction", "LatentSDE"]
 
 Likelihood = Literal["normal", "student"]
-ROUNDING = 1e-4  # in units of time_unit: rounding may place the start of a step this much before a sample
+ROUNDING = 1e-4  # a step that starts at a sample may start this much before it by rounding, in units of time_unit
 
 
 # Results
@@ -76,19 +76,19 @@ class LatentPrediction(Record):
 
     @property
     def mean(self) -> Tensor:
-        """The mean of a value, (batch, K, input_size)."""
+        """The means of the predicted values, (batch, K, input_size)."""
         return self.paths.mean(0)
 
     @property
     def std(self) -> Tensor:
-        """The standard deviation of a value, observation noise included, (batch, K, input_size)."""
+        """The standard deviations of the predicted values, with observation noise, (batch, K, input_size)."""
         return (self.paths.var(0, correction=0) + self.components.variance[0]).sqrt()
 
     def quantile(self, levels: float | Sequence[float]) -> Tensor:
-        """Return quantiles of a value, from one draw of the observation noise for each path.
+        """Return quantiles of the predicted values, estimated by one draw of the observation noise for each path.
 
         Arguments:
-            levels: levels between 0 and 1, for instance ``[0.05, 0.5, 0.95]`` for the median and a 90 % interval.
+            levels: probabilities between 0 and 1, such as ``[0.05, 0.5, 0.95]`` for the median and a 90 % interval.
 
         Returns:
             The quantiles, (levels, batch, K, input_size), or (batch, K, input_size) for a single level.
@@ -104,7 +104,7 @@ class LatentPrediction(Record):
 
 
 class Guide:
-    """The encoder's summaries of later samples, with which the posterior paths of a latent SDE are controlled.
+    """The control of the posterior paths of a latent SDE, which depends on the encoder's summaries of later samples.
 
     Arguments:
         summary: outputs of the encoder (batch, N, features). It reads the samples from the last to the first, so that
@@ -114,7 +114,7 @@ class Guide:
     """
 
     def __init__(self, summary: Tensor, times: Tensor, grid: Tensor) -> None:
-        self.start = grid[:, :1]  # the control's time is counted from here, because float32 loses digits of late times
+        self.start = grid[:, :1]  # origin of the control's time; large float32 times would lose digits
         times, grid = times - self.start, grid - self.start
         later = torch.searchsorted(-times, -(grid + ROUNDING))  # number of samples after each time
         following = (later - 1).clamp(min=0)
@@ -133,7 +133,7 @@ class Guide:
         """
         batch = len(self.grid)
         t = t.to(self.grid).reshape(-1, 1)[:batch].expand(batch, 1)
-        # a series whose next times are equal waits at the end of this interval or a later one
+        # if several next times are equal, the next sample is at the end of this interval or of a later one
         interval = int(torch.searchsorted(self.grid, t + ROUNDING, right=True).min()) - 1
         summary, active = self.summaries[interval], self.active[interval]
         wait = torch.where(active, self.next[interval] - t, 0.0).to(h)
@@ -243,6 +243,9 @@ class LatentModel(seq.TimedModule):
             samples: number of latent paths per series; the estimate is their average. Default: ``1``.
             beta: weight of the divergences in ``value``; raise it from 0 to 1 early in training if the posterior
                 collapses to the prior. Default: ``1.0``.
+
+        Returns:
+            An :class:`ELBO`, whose ``value`` and terms have the shape (batch,).
         """
         series = Sequences(self.input_size, x, t, mask, lengths, self.time_unit)
         prediction, kl_initial, kl_path = self._posterior_paths(series, series.t, static, samples)
@@ -326,7 +329,7 @@ class LatentModel(seq.TimedModule):
         return prediction, kl_divergence(initial, prior).sum(-1), kl_path.unflatten(0, (samples, -1)).mean(0)
 
     def encode(self, series: Sequences, static: Tensor | None, grid: Tensor) -> tuple[Normal, Guide]:
-        """Return the posterior of the initial state, and the guide of posterior paths at times ``grid`` (batch, T).
+        """Return the posterior of the initial state, and the Guide of posterior paths at the times ``grid`` (batch, T).
 
         The encoder reads the observed samples from the last to the first, with times counted from the last sample. If
         the first sample is not observed, the encoder's last input is a sample without values at the first time, at
@@ -355,7 +358,7 @@ class LatentModel(seq.TimedModule):
             return self.solve(z, t, guide)
 
     def _decoded(self, values: Tensor, samples: int) -> LatentPrediction:
-        """Return the prediction for latent values (K, samples * batch, latent_size)."""
+        """Decode latent values (K, samples * batch, latent_size); return the prediction."""
         decoded: Tensor = self.decoder(values.transpose(0, 1))
         expected = (*values.shape[1::-1], self.input_size)
         if decoded.shape != expected:
@@ -591,7 +594,7 @@ class GRUEncoder(nn.Module):
 
 
 def make_control(latent_size: int, summary_size: int, hidden_size: int) -> MLP:
-    """Return the default network of the control; its initial outputs are small."""
+    """Return the default network for the control u of a latent SDE; its initial outputs are small."""
     net = MLP(latent_size + summary_size + 1, [hidden_size] * 2, latent_size, activation=nn.Softplus)
     quiet(net.layers[-1])
     return net

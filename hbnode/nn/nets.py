@@ -168,7 +168,7 @@ class Standardize(nn.Module):
 
     mean: Tensor
     std: Tensor
-    is_fitted = False  # True saves reading the buffers
+    is_fitted = False  # if True, a call need not check the buffers
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -274,12 +274,12 @@ class Standardize(nn.Module):
 
 
 def _note_loaded(scale: Standardize, _: object) -> None:
-    """Set ``is_fitted`` after ``load_state_dict``: whether the loaded buffers are those of a fitted layer."""
+    """Set ``is_fitted`` after ``load_state_dict``, to True if the loaded buffers are those of a fitted layer."""
     scale.is_fitted = not scale.std.is_meta and not bool(scale.std.isnan().any())
 
 
 def _varies(values: Tensor, counts: Tensor) -> Tensor:
-    """Return, for each column, whether the values selected by the mask ``counts`` include two different ones."""
+    """Return, for each column of ``values``, whether its values differ; only those with True in ``counts`` count."""
     most, least = (nn.functional.pad(torch.where(counts, values, end), (0, 0, 0, 1), value=end) for end in (-inf, inf))
     return most.amax(0) > least.amin(0)
 

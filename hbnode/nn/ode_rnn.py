@@ -57,16 +57,15 @@ def _net(inputs: int, n: int) -> nn.Module:
 class ODERNN(seq.TimedModule):
     r"""A recurrent network for irregular series whose hidden state follows an ODE between observations.
 
-    The state s is h for a first-order field and the pair (h, m) for a second-order one. Between two times
-    :math:`t_{i-1}` and :math:`t_i` it solves the field's equation. At each :math:`t_i` the cell updates it with
-    :math:`x_i`:
+    The state s is h for a first-order field. For a second-order field it is the pair (h, m) with the momentum or
+    velocity m. In the gap between two observation times :math:`t_{i-1}` and :math:`t_i`, s follows the field's ODE. At
+    each :math:`t_i` the cell updates s with the observation :math:`x_i`:
 
     .. math:: s(t_i^-) = s(t_{i-1}) + \int_{t_{i-1}}^{t_i} \mathrm{field}(t, s)\,dt, \qquad
         s(t_i) = \mathrm{cell}(x_i, s(t_i^-)), \quad\text{or}\quad s(t_i^-) + \mathrm{cell}(x_i, s(t_i^-)).
 
-    The cells for different fields differ only in the size of s. Each series of
-    the batch has its own times. With ``per_sample=True`` it also has its own step sizes. Results then do not depend on
-    padding or on other samples of the batch, except for rounding inside the networks.
+    Each series of the batch has its own times. With ``per_sample=True`` it also has its own step sizes. Results then do
+    not depend on padding or on other series of the batch, except for rounding inside the networks.
 
     A new network changes its state over about one unit of time. Set the unit with :meth:`fit_time_unit` before
     training: gaps of many units need many function evaluations and train worse.
@@ -226,7 +225,7 @@ class ODERNN(seq.TimedModule):
         self.has_warned = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the first layer, or a solver setting, for a name that the module itself lacks."""
+        """Return a solver setting, or an attribute of the first layer, if the module itself has no such attribute."""
         own = self.__dict__.get("_modules", {})
         if name in FIRST_LAYER_ATTRIBUTES and "layers" in own:
             return getattr(own["layers"][0], name)
@@ -272,6 +271,9 @@ class ODERNN(seq.TimedModule):
                 is packed, t and mask may be too. Default: ``None``.
             lengths: length of each sequence, (batch,); the samples after it are padding. Default: ``None``.
             static: time-independent features, (batch, static_size). Default: ``None``.
+
+        Returns:
+            h after each sample, (batch, T, hidden_size) or packed like x, and the state at the end of each series.
         """
         lengths, padded, t, mask = seq.unpack(x, lengths, t, mask)
         _, after, end = self._read(padded, t, state, mask, lengths, static)
@@ -339,13 +341,13 @@ class ODERNN(seq.TimedModule):
 
     @_torch.untraced
     def forecast(self, state: ODERNNState, dt: ArrayLike) -> tuple[Tensor, ODERNNState]:
-        """Return h at times after that of a state, without further observations.
+        """Return h at times after the time of a state, without further observations.
 
         Arguments:
             state: state returned by :meth:`forward` or :meth:`filter`. Its h (..., hidden_size), m and t (...) may have
                 any number of leading dimensions.
-            dt: times after that of the state, (K,) or (..., K), not negative and not decreasing. They are numbers in
-                the unit of t: use ``series.durations(["1h"])`` for durations of a :class:`hbnode.data.Series`.
+            dt: times since the time of the state, (K,) or (..., K), not negative and not decreasing. They are numbers
+                in the unit of t: use ``series.durations(["1h"])`` for durations of a :class:`hbnode.data.Series`.
 
         Returns:
             h (..., K, hidden_size), and the state at the last of the times.
@@ -356,7 +358,7 @@ class ODERNN(seq.TimedModule):
         device = state.h.device
         at = device if _torch.widest(device) == torch.float64 else torch.device("cpu")
         dt = seq.checked_dt(dt, shape).to(at)
-        t = state.t.unsqueeze(-1).to(at, torch.float64)  # float32 would lose a short dt at a late t
+        t = state.t.unsqueeze(-1).to(at, torch.float64)  # in float32, a small dt added to a large t could round to t
         times = torch.cat([t, t + dt], -1).flatten(0, -2)
         states, end, self.counts = state.layers, None, []
         layers = cast(list[ODERNNLayer], self.layers[self.num_layers - len(states) :])
@@ -423,7 +425,7 @@ class LayerOutput(NamedTuple):
 
 
 class ODERNNLayer(nn.Module):
-    """One direction of one layer: an ODE between observations, and a cell that updates the state at each observation.
+    """One layer in one direction: it solves an ODE between observations, and a cell updates the state at each one.
 
     A state s (batch, S) is h, or h and m concatenated. Times are in units of ``time_unit``.
     """
@@ -461,7 +463,7 @@ class ODERNNLayer(nn.Module):
             seq.check_choice(initial_state, "initial_state", ("learned", "zeros"))
 
     def begin(self, window: Tensor, static: Tensor | None) -> Tensor:
-        """Return the initial state (batch, S) of a series from its samples (batch, T, features)."""
+        """Return the initial states (batch, S) for series with the samples ``window`` (batch, T, features)."""
         batch, size = window.shape[0], self.hidden_size - self.augment
         if self.encoder is not None:
             s = self.encoder(window)
@@ -485,7 +487,7 @@ class ODERNNLayer(nn.Module):
     def forward(
         self, x: Tensor, t: Tensor, mask: Tensor | None, s: Tensor, start: Tensor | None, solver: Solver
     ) -> LayerOutput:
-        """Return the states before and after each sample.
+        """Solve the gaps of the series, and update the state at each sample.
 
         s is the state at the time ``start``, or at the first sample if ``start`` is None. x (batch, T, input_size) is
         the cell's input. The mask (batch, T) selects the samples that update the state.
@@ -520,7 +522,10 @@ class ODERNNLayer(nn.Module):
         return s + new if self.residual else new
 
     def flow(self, s: Tensor, times: Tensor, solver: Solver) -> LayerOutput:
-        """Solve the ODE from the state s at the first of the times (batch, K); return the states at the other times."""
+        """Solve the ODE without observations, from the state s at the first of the times (batch, K).
+
+        The result holds the states at the other K - 1 times.
+        """
         solve = fuse(self, s, times, solver) or self.gaps(times, solver)
         path = []
         for gap in range(times.shape[1] - 1):
@@ -570,9 +575,10 @@ class IntervalSolver:
         return torch.cat(parts(solve(field, state, t, self.settings, nfe, end=True)), 1)
 
     def _step_times(self, t: Tensor, step_size: float) -> Tensor:
-        """Return the times (batch, K + 1) of equal steps no longer than ``step_size``.
+        """Divide each sample's gap, from ``t[:, 0]`` to ``t[:, 1]``, into equal steps no longer than ``step_size``.
 
-        Samples with fewer than K steps repeat the end of their gap.
+        Return the start and the ends of the steps, (batch, K + 1). Samples with fewer than K steps repeat the end of
+        their gap.
         """
         _torch.refuse_export("options={'step_size': h}, whose number of steps depends on t", "steps=n")
         needed = steps_needed(t, step_size)
@@ -587,7 +593,7 @@ class IntervalSolver:
         return torch.where(fraction < 1, torch.lerp(t[:, :1], t[:, 1:], fraction), t[:, 1:])
 
     def _solve_in_fractions(self, s: Tensor, t: Tensor, moves: Tensor, nfe: NFE) -> Tensor:
-        """Solve one gap with torchdiffeq. The time of the solve is the elapsed fraction of each sample's gap, 0 to 1.
+        """Solve one gap with torchdiffeq, whose time from 0 to 1 is the elapsed fraction of each sample's gap.
 
         Samples whose gap has length 0 keep their state without a solve, unless t requires gradients or a graph is
         traced.
@@ -623,7 +629,10 @@ class TimeRescaledField(nn.Module):
         return own_parameters(self.field)
 
     def _in_time(self, c: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert the start and the length of a step from c to the time of each sample, (batch,) each."""
+        """Convert a step that starts at c and has this length to the time t of each sample.
+
+        Return the start and the length in units of t, (batch,) each.
+        """
         return (self.begin + c * self.length).flatten(), (length * self.length).flatten()
 
     def forward(self, c: Tensor, state: State) -> State:
@@ -634,7 +643,10 @@ class TimeRescaledField(nn.Module):
 
 
 def _checked_solver(settings: Settings, field: Field) -> Solver:
-    """Return the checked solver settings; raise ValueError if the method does not support times per sample."""
+    """Check the solver settings and return them as a Solver.
+
+    Raise ValueError if they need ``per_sample=False`` and it is True.
+    """
     if settings.gradient is None:
         default = "direct" if settings.adjoint_options is None else "adjoint"
         settings = dataclasses.replace(settings, gradient=default)
@@ -683,7 +695,7 @@ def _make_cell(cell: CellArgument, input_size: int, size: int) -> nn.Module:
 
 
 def _check_layers(num_layers: int, bidirectional: bool, field: object, cell: object, initial_state: object) -> None:
-    """Raise ValueError if several layers or directions would share one module."""
+    """Raise ValueError if the user passed a module that several layers or directions would share."""
     fixes = (
         ("field", field, "field=lambda n: hbnode.HBNODE(net(n))"),
         ("cell", cell, "cell=lambda inputs, size: Cell(inputs, size)"),

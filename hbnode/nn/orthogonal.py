@@ -18,9 +18,10 @@ ANGLES = {"cayley": (0.0, math.pi / 2), "henaff": (-math.pi, math.pi)}  # named 
 class Trivialization(nn.Module):
     """A parametrization B = base exp(A) of an orthogonal matrix B by a matrix X, with A = tril(X) - tril(X)^T.
 
-    It has the names and values of torch's ``orthogonal(..., orthogonal_map="matrix_exp")``, and the state_dicts are
-    interchangeable. B is computed in float32 or float64. The base keeps this dtype if the module is cast to half
-    precision, because a rounded base is not orthogonal, and the exponential has no gradient at 0 in half precision.
+    ``base`` is an orthogonal matrix, stored as a buffer. The parametrization has the names and values of torch's
+    ``orthogonal(..., orthogonal_map="matrix_exp")``, and the state_dicts are interchangeable. B is computed in float32
+    or float64. The base keeps this dtype if the module is cast to half precision, because a rounded base is not
+    orthogonal, and the exponential has no gradient at 0 in half precision.
 
     Arguments:
         weight: the initial B (n, n).
@@ -56,7 +57,10 @@ class Trivialization(nn.Module):
 
     @torch.no_grad()
     def rebase(self, x: Tensor) -> None:
-        """Set the base to B, and X to zero in place, because optimizers and DistributedDataParallel refer to X."""
+        """Set the base to B and X to zero, which leaves B unchanged.
+
+        X is changed in place, because optimizers and DistributedDataParallel refer to it.
+        """
         self.right_inverse(self._product(x))
         x.zero_()
 
@@ -102,7 +106,7 @@ class OrthogonalWeights(nn.Module):
             register_parametrization(self, name, Trivialization(weight), unsafe=True)
 
     def _trivializations(self) -> Iterator[tuple[Trivialization, Tensor]]:
-        """Yield the parametrization of each orthogonal weight and the parameter X that it maps to the weight."""
+        """Yield, for each orthogonal weight, the pair of its parametrization and its parameter X."""
         for made in getattr(self, "parametrizations", {}).values():
             if isinstance(made[0], Trivialization):
                 yield made[0], made.original
@@ -113,7 +117,7 @@ class OrthogonalWeights(nn.Module):
             yield original
 
     def rebase(self) -> None:
-        """Set the base of each orthogonal weight B to B, so that B = base exp(0). The layer's output is unchanged."""
+        """Set the base of each orthogonal weight B = base exp(A) to B, and A to 0. Outputs do not change."""
         for trivialization, original in self._trivializations():
             trivialization.rebase(original)
 

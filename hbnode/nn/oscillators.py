@@ -1,4 +1,7 @@
-"""Damped oscillators with exact transitions over irregular gaps: a layer, a cell and a deep model."""
+"""Damped oscillators with exact transitions over irregular gaps: a layer, a cell and a deep model.
+
+A gap is the time between two successive samples of a series.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ Range = tuple[float, float]
 
 FREQUENCY = (0.001, 0.25)
 DECAY = (0.001, 0.1)
-SPANS_PER_LONGEST_PERIOD = 30  # longest period of oscillator_ranges, divided by the duration of the longest series
+SPANS_PER_LONGEST_PERIOD = 30  # longest period that oscillator_ranges returns, divided by the longest duration
 
 
 class Ranges(TypedDict):
@@ -158,7 +161,7 @@ class _OscillatorModule(nn.Module):
             rate = torch.empty_like(self.log_damping, dtype=torch.float32).uniform_(low, high).exp()
             low, high = (math.log(2 * math.pi * bound) for bound in self.frequency_range)
             omega = torch.empty_like(rate).uniform_(low, high).exp()
-            rate = torch.minimum(rate, 1.5 * omega)  # limits the damping, so that every oscillator is underdamped
+            rate = torch.minimum(rate, 1.5 * omega)  # every oscillator is then underdamped
             self.log_damping.copy_((2 * rate).log())
             self.log_stiffness.copy_((omega.square() + rate.square()).log())
             gap = 0.25 / self.frequency_range[1]
@@ -193,12 +196,12 @@ class _OscillatorModule(nn.Module):
         return torch.promote_types(self.weight_in.dtype, torch.float32)
 
     def _rates(self) -> Tensor:
-        """Return the dampings and stiffnesses, (2, num_oscillators), in float64 if the device supports it."""
+        """Return damping γ and stiffness κ, (2, num_oscillators), in float64 if the device supports it."""
         logs = torch.stack([self.log_damping, self.log_stiffness])
         return logs.to(accumulation_dtype(self._dtype, logs.device)).exp()
 
     def _readout(self) -> Tensor:
-        """Return the output matrix for the state (v, x); ``weight_out`` is the matrix for (v, √stiffness · x)."""
+        """Return the matrix that maps the state (v, x) to the output; ``weight_out`` maps (v, √stiffness · x) to it."""
         root = (self.log_stiffness.to(self._dtype) / 2).exp()
         return self.weight_out.to(self._dtype) * torch.cat([torch.ones_like(root), root])
 
@@ -238,7 +241,7 @@ class _OscillatorModule(nn.Module):
                 )
 
     def _check_state(self, state: object, batch: int, kind: type[Kind]) -> Kind:
-        """Return a checked state; raise an error unless it has the type ``kind`` and fits the module and batch size."""
+        """Check that a state has the type ``kind`` and fits the module and the batch size, and return it."""
         size, is_belief = self.num_oscillators, kind is OscillatorBelief
         shapes: dict[str, tuple[int, ...] | None] = {"v": (batch, size), "x": (batch, size), "t": (batch,)}
         if is_belief:
@@ -254,7 +257,10 @@ class _OscillatorModule(nn.Module):
 
 
 class TimedInputs(Inputs):
-    """The inputs of oscillators; if they include elapsed times, the unit of these is stored in the ``state_dict``."""
+    """A module that builds the inputs of oscillators from samples, masks, elapsed times and static features.
+
+    If the inputs include elapsed times, the unit of these times is stored in the ``state_dict``.
+    """
 
     time_unit: float = 1.0
 
@@ -411,7 +417,7 @@ class Oscillators(_OscillatorModule):
                 f"noise=True needs hidden_size = input_size, got {self.hidden_size} and {self.input_size}. "
                 f"Fix: hidden_size={self.input_size}, num_oscillators={self.num_oscillators}."
             )
-        if self.noise:  # the filter needs the samples only, in their order
+        if self.noise:  # the Kalman filter takes unchanged samples in their order
             names = "missing", "mask_features", "elapsed_features", "static_size"
             given = {name: getattr(inputs, name) for name in names} | {"bidirectional": bidirectional}
             _check_only("noise=True", given | {"discretization": discretization}, missing=natural)
@@ -505,7 +511,7 @@ class Oscillators(_OscillatorModule):
     ) -> dict[str, Any]:
         """Replace the samples in ``sequences`` by the inputs computed from them.
 
-        Return ``last`` and ``last_t`` of the state after the samples, as a dict.
+        Return a dict of the attributes ``last`` and ``last_t`` of the state after the last sample.
         """
         static = seq.checked_static(static, self.static_size, sequences.x, "Oscillators")
         x, last, last_t = self.inputs(sequences, static, state, self.inputs.time_unit)
@@ -518,7 +524,9 @@ class Oscillators(_OscillatorModule):
     def _scan(
         self, sequences: Sequences, state: OscillatorState | None, gaps: float | Tensor
     ) -> tuple[Tensor, OscillatorState]:
-        """Return the outputs, with arbitrary values on padding, and the state at the end of each sequence.
+        """Run the oscillators over the sequences; return the outputs, and the state at the end of each sequence.
+
+        The outputs (batch, T, hidden_size) have arbitrary values on padding.
 
         ``gaps`` holds the time before each sample, (batch or 1, T), or is one number if all gaps are equal.
         """
@@ -555,13 +563,13 @@ class Oscillators(_OscillatorModule):
     def forecast(
         self, state: OscillatorState | OscillatorBelief, dt: ArrayLike
     ) -> tuple[Tensor | Gaussian, OscillatorState | OscillatorBelief]:
-        """Return the outputs at times after that of a state, without further samples.
+        """Return the outputs at times after the time of a state, without further samples.
 
         Arguments:
             state: the state of a call of this layer. With a state of :meth:`filter` the outputs are distributions of
                 observations.
-            dt: times after that of the state, (K,) or (batch, K), not negative and not decreasing, numbers in the unit
-                of t. With ``discretization="imex"`` each time is reached from the previous time in one step.
+            dt: times since the time of the state, (K,) or (batch, K), not negative and not decreasing, numbers in the
+                unit of t. With ``discretization="imex"`` each time is reached from the previous time in one step.
 
         Returns:
             The outputs (batch, K, hidden_size), in the dtype of the state, or a :class:`Gaussian` of that shape, and
@@ -744,7 +752,7 @@ Oscillators.__signature__ = _signature.replace(parameters=list(_signature.parame
 
 
 def _check_only(what: str, given: dict[str, object], **others: object) -> None:
-    """Raise ValueError if ``given`` has an option with a value that ``what`` does not support."""
+    """Raise ValueError unless every option in ``given`` has the only value that ``what`` supports."""
     for name, value in given.items():
         only = {"discretization": "exact", "input": "impulse", **others}.get(name, False)
         if value != only:
@@ -765,7 +773,7 @@ def _sequences(
     state: OscillatorState | OscillatorBelief | None, mask: Tensor | None,
     lengths: Lengths | None,
 ) -> Sequences:  # fmt: skip
-    """Return checked sequences.
+    """Check the arguments of a call, and return them as a batch of series.
 
     Without ``t`` the times are 0, 1, 2, ..., or, given a state, the time of the state plus 1, 2, 3, ....
     """
@@ -778,7 +786,7 @@ def _sequences(
 
 
 def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) -> float | Tensor:
-    """Return the time before each sample, (batch or 1, T), or one number if all gaps are equal up to rounding.
+    """Return the gap before each sample, (batch or 1, T), or one number if all gaps are equal up to rounding.
 
     The first gap is the time between the state and the first sample; without a state it is arbitrary.
     """
@@ -1088,7 +1096,7 @@ class OscillatorStack(nn.Module):
         __call__ = forward
 
     def forecast(self, state: OscillatorStackState, dt: ArrayLike) -> tuple[Tensor, OscillatorStackState]:
-        """Return the outputs at times after that of a state, without further samples; for ``head="regression"``.
+        """Return the outputs at times after the time of a state, without further samples; for ``head="regression"``.
 
         The outputs are those of a call with samples at these times that have no observed values. The oscillators of
         every layer continue without input. The encoder's inputs are replacements of missing values, elapsed times and
@@ -1096,8 +1104,8 @@ class OscillatorStack(nn.Module):
 
         Arguments:
             state: the state of a call of this stack.
-            dt: times after that of the state, (K,) or (batch, K), not negative and not decreasing, numbers in the unit
-                of t.
+            dt: times since the time of the state, (K,) or (batch, K), not negative and not decreasing, numbers in the
+                unit of t.
 
         Returns:
             The outputs (batch, K, output_size), and the state at the last time.
@@ -1110,7 +1118,7 @@ class OscillatorStack(nn.Module):
             raise ValueError(f"forecast is for head='regression', got head={self.head!r}. Fix: head='regression'.")
         state = self._check_state(state)
         dt = seq.checked_dt(dt, state.t.shape).to(state.t.device)
-        dtype = accumulation_dtype(torch.float32, state.t.device)  # float32 would lose a short dt at a late t
+        dtype = accumulation_dtype(torch.float32, state.t.device)  # in float32, t + dt could round to t
         t = state.t.to(dtype).unsqueeze(1) + dt.to(dtype)
         weight = self.encoder.weight
         x = torch.zeros(*t.shape, self.input_size, dtype=weight.dtype, device=weight.device)

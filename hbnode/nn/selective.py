@@ -16,9 +16,9 @@ from hbnode.nn._selective_scan import scan
 from hbnode.nn.oscillators import Oscillators, OscillatorState, _fill_forward
 from hbnode.nn.sequences import Sequences
 
-SELECTOR_STD = 3.0  # standard deviation of an initial selector, for inputs of variance 1
-SAMPLES_PASSED = 50  # number of samples of a series that the initial input gates let pass
-DECAY_BIAS = -4.0  # argument of the softplus in the decay rate if the input is zero
+SELECTOR_STD = 3.0  # initial standard deviation of W x, where W is one of the selecting weights and x has variance 1
+SAMPLES_PASSED = 50  # number of samples of a series that initially pass through an input gate
+DECAY_BIAS = -4.0  # constant added to W_a x in the softplus of the decay rate
 
 
 class SelectiveOscillators(Oscillators):
@@ -70,7 +70,7 @@ class SelectiveOscillators(Oscillators):
         with torch.no_grad():
             slowest, fastest = self.decay_range
             rate, size = _log_uniform(self.log_decay, slowest, fastest), self.num_oscillators
-            # every second rate first, so that both kinds of states, oscillating or not, have slow and fast rates
+            # oscillating and other states get alternate rates, so that both kinds have slow and fast rates
             rate = rate[torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])]
             self.log_decay.copy_(rate.log())
             if self.log_omega is not None:
@@ -78,9 +78,9 @@ class SelectiveOscillators(Oscillators):
                 self.log_omega.copy_(_log_uniform(self.log_omega, low, high)[torch.randperm(self._num_swinging)].log())
             lost = rate * (0.1 / fastest)
             self.bias_forget.copy_(lost.expm1().log())  # inverse softplus
-            samples = fastest / (3 * slowest)  # number of samples of a series if oscillator_ranges computed the ranges
-            # The factors make all states have the same variance for white noise. They are in the gates and not in the
-            # weights, because training changes gates by factors and weights by summands.
+            samples = fastest / (3 * slowest)  # samples per series, if the ranges are from oscillator_ranges
+            # With these gates, an input of white noise gives all states the same variance. The gates are scaled instead
+            # of the weights, because a training step multiplies a gate by a factor but adds a number to a weight.
             self.bias_gate.copy_((min(0.5, SAMPLES_PASSED / samples) * (-(-4 * lost).expm1()).sqrt()).logit())
             inputs = self.weight_in.shape[1]
             self.weight_select.normal_(std=SELECTOR_STD / inputs**0.5)
@@ -108,9 +108,10 @@ class SelectiveOscillators(Oscillators):
         return self.log_decay.exp().square() + (2 * math.pi * self.frequency).square()
 
     def _flow(self, decay: Tensor, turn: Tensor, dt: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the log modulus and the phase of e^{(-a + iω)Δ}.
+        """Return the log modulus and the phase of the transition e^{(-a + iω)Δ} over the times Δ, given as ``dt``.
 
-        ``decay`` and ``turn`` are the linear maps of the samples that select a and ω, and ``dt`` is Δ.
+        ``decay`` is W_a x and ``turn`` is W_ω x, from which the rates a and ω are computed. If no state oscillates, the
+        phase is None.
         """
         least = math.log1p(math.exp(DECAY_BIAS))  # softplus(DECAY_BIAS)
         a = self.log_decay.to(decay.dtype).exp() * functional.softplus(decay + DECAY_BIAS) / least
@@ -120,7 +121,10 @@ class SelectiveOscillators(Oscillators):
         return -a * dt, functional.pad(omega * dt, (0, self.num_oscillators - self._num_swinging))
 
     def _rows(self) -> list[int]:
-        """Return the number of rows of each selector (decay, frequency, forgetting, gate), and of the input map."""
+        """Return the numbers of rows of the weights W_a, W_ω, W_f, W_g and B that the docstring of Oscillators defines.
+
+        B has one entry in the list if states are real, or one for each of its real and imaginary parts.
+        """
         return [self.num_oscillators, self._num_swinging] + [self.num_oscillators] * (2 + self._reals_per_state)
 
     @override
@@ -148,8 +152,8 @@ class SelectiveOscillators(Oscillators):
         x, seen = sequences.x, sequences.any_observed
         gaps = x.new_full(x.shape[:2], gaps, dtype=dtype) if isinstance(gaps, float) else gaps.to(dtype)
         gaps = gaps if sequences.valid is None else torch.where(sequences.valid, gaps, 0.0)
-        # The last observed input before each sample selects a and ω for the gap before the sample. The last entry of
-        # held selects them for the gap after the last sample.
+        # The last observed input before each sample determines a and ω for the gap before the sample. The last entry of
+        # held determines a and ω for the gap after the last sample.
         first = torch.zeros_like(x[:, 0]) if state is None or state.held is None else state.held.to(x.dtype)
         held = torch.cat([first.unsqueeze(1), x], 1)
         held = held if seen is None else _fill_forward(held, seen.unsqueeze(-1))
@@ -190,9 +194,9 @@ class SelectiveOscillators(Oscillators):
 
 
 def _log_uniform(like: Tensor, low: float, high: float) -> Tensor:
-    """Draw increasing numbers between ``low`` and ``high``, one from each of n intervals of equal ratio.
+    """Draw n increasing numbers between ``low`` and ``high``, log-uniformly, one from each of n intervals.
 
-    n is the length of ``like``.
+    The intervals have equal lengths on a logarithmic scale. n is the length of ``like``.
     """
     size = len(like)
     places = (torch.arange(size) + torch.rand(size)) / size

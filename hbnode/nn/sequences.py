@@ -1,4 +1,7 @@
-"""Checked batches of irregular series for recurrent layers, the inputs built from them, and the state of an ODE-RNN."""
+"""Checked batches of irregular series for recurrent layers, the inputs built from them, and the state of an ODE-RNN.
+
+A gap is the time between two successive observations of a series.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,11 @@ from hbnode.nfe import NFE
 Missing = Literal["zero", "hold", "decay"]
 Lengths = Tensor | Sequence[int]
 Series = TypeVar("Series", Tensor, PackedSequence)
-GAPS_PER_UNIT = 10  # median gaps per fitted time_unit; an untrained network then needs one step per gap
-MANY_NFE_THRESHOLD = 50  # number of function evaluations per gap above which warn_if_too_short warns
-SEVERAL_NFE_THRESHOLD = 12  # number per gap above which the default methods took more than one step
-TIGHT_RTOL = 1e-6  # up to this rtol many function evaluations are expected
-UNIT_RATIO_THRESHOLD = 2.0  # the current time_unit is too short if fitted unit / current unit is larger
+GAPS_PER_UNIT = 10  # fitted time_unit, divided by the median gap; an untrained network then needs one step per gap
+MANY_NFE_THRESHOLD = 50  # with more function evaluations per gap than this, warn_if_too_short warns
+SEVERAL_NFE_THRESHOLD = 12  # with more function evaluations per gap than this, a default method took several steps
+TIGHT_RTOL = 1e-6  # with an rtol up to this value, many function evaluations are normal
+UNIT_RATIO_THRESHOLD = 2.0  # time_unit is too short if the fitted unit, divided by it, is larger than this
 UNSET_UNIT_RATIO_THRESHOLD = 7.5  # the same threshold for a time_unit that was never set
 
 
@@ -118,15 +121,19 @@ def make_state(
     s: Tensor, t: Tensor, sizes: list[int], last: Tensor | None = None, last_t: Tensor | None = None,
     below: ODERNNState | None = None,
 ) -> ODERNNState:  # fmt: skip
-    """Return an ODERNNState whose h and m are the parts of s (..., S) with these sizes."""
+    """Return an ODERNNState with h, and m if there are two sizes, from the joint state s (..., S).
+
+    ``sizes`` are the numbers of features of h and m.
+    """
     h, *m = s.split(sizes, -1)
     return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t, last, last_t, below)
 
 
 def check_state(state: object, kind: type[Kind], shapes: dict[str, tuple[int, ...] | None], fix: str) -> Kind:
-    """Return a checked state that autograd can use; raise an error unless it has the type ``kind`` and these shapes.
+    """Check the type ``kind`` and the shapes of a state; return it in a form that autograd can use.
 
-    ``shapes`` maps names of attributes to shapes; None means that the attribute must be None.
+    ``shapes`` maps names of attributes to shapes; None means that the attribute must be None. ``fix`` is the advice in
+    the error message.
     """
     if not isinstance(state, kind):
         raise TypeError(f"state must be an {kind.__name__}, got {type(state).__name__}. Fix: {fix}.")
@@ -142,7 +149,7 @@ def check_state(state: object, kind: type[Kind], shapes: dict[str, tuple[int, ..
 
 
 def real_state(state: Kind) -> Kind:
-    """Return a state that autograd can use; raise an error if a tensor of it does not hold real numbers."""
+    """Return a state in a form that autograd can use; raise an error if one of its tensors is not real."""
     return state.map(lambda z: check_real(z, "the state")).outside_inference_mode() if may_look() else state
 
 
@@ -164,11 +171,11 @@ class Sequences:
     Attributes:
         x: samples (batch, T, input_size), 0 for missing values; T is the greatest length.
         t: times (batch, T); padding has the time of the last sample.
-        raw_t: times (batch, total) as given by the user, padding included.
+        raw_t: the user's times (batch, total), padding included.
         observed: which values are observed, (batch, T, 1) or (batch, T, input_size); None if all are.
         any_observed: which samples have an observed value, (batch, T); None if all have one.
         valid: which samples are not padding, (batch, T); None if there is no padding.
-        total: number of time steps as given by the user, of which the first T are used.
+        total: number of time steps in the user's tensors; only the first T are used.
     """
 
     def __init__(
@@ -214,7 +221,7 @@ class Sequences:
         return pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
 
     def at_samples(self, x: Tensor) -> Tensor:
-        """Pad values (batch, T, n) to (batch, total, n); set those of padding and of unobserved samples to 0."""
+        """Pad x (batch, T, n) to (batch, total, n); set x to 0 at padding and at samples without observed values."""
         x = x if self.any_observed is None else torch.where(self.any_observed.unsqueeze(-1), x, 0.0)
         return pad(x, (0, 0, 0, self.total - x.shape[1]))
 
@@ -250,7 +257,7 @@ class Sequences:
         return pad(states, (0, 0, 0, self.total - states.shape[-2]))
 
     def _check_values(self, time_unit: float) -> None:
-        """Raise ValueError if times or samples are not valid; all checks share one device synchronisation."""
+        """Raise ValueError if times or samples are not valid. All checks together wait only once for a GPU."""
         t = self.t.detach()
         gaps = t.diff()
         is_lost, is_observed = has_lost_digits(t, gaps, time_unit), torch.isfinite(self.x.detach()).all()
@@ -279,7 +286,10 @@ def reorder(z: Tensor, order: Tensor) -> Tensor:
 
 
 def unpack(x: Any, lengths: Lengths | None, *others: Any) -> list[Any]:
-    """Return a list of the lengths, x and the other tensors; packed sequences are converted to padded tensors."""
+    """Convert packed sequences among x and ``others`` to padded tensors.
+
+    Return a list: the lengths (those of the packed x, or ``lengths``), x, and the other tensors.
+    """
     if not isinstance(x, PackedSequence):
         return [lengths, x, *others]
     if lengths is not None:
@@ -328,7 +338,7 @@ def refuse_both_directions(module: nn.Module, what: str) -> None:
 
 
 def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
-    """Check the times ``dt`` after the time of a state, and return them as (*shape, K).
+    """Check ``dt``, the times of a forecast since the time of a state; return them as a tensor (*shape, K).
 
     ``shape`` is the batch shape of the state.
     """
@@ -345,9 +355,9 @@ def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
 
 
 def checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
-    """Check the times ``at``, and return them as (batch, K) on the device of t.
+    """Check ``at``, the times of predictions; return them as a tensor (batch, K) on the device of t.
 
-    They have the origin and the unit of the times t (batch, T).
+    ``at`` and the times of the samples t (batch, T) have the same origin and unit.
     """
     times = as_times(at, "at")
     if times.dim() not in (1, 2) or times.shape[-1] == 0 or (times.dim() == 2 and len(times) != len(t)):
@@ -362,7 +372,7 @@ def checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
 
 
 def shown(module: object, names: Iterable[str]) -> str:
-    """Return names and values of attributes as text, for the ``extra_repr`` of a module."""
+    """Return "name=value, ..." for some attributes of a module, for its ``extra_repr``."""
     return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
 
 
@@ -498,7 +508,7 @@ class Inputs(ModuleWithConstants):
     def forward(
         self, sequences: Sequences, static: Tensor | None, state: Any, time_unit: float
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the cell's inputs (batch, T, size), and ``last`` and ``last_t`` of the state after the series."""
+        """Return the cell's inputs (batch, T, size), and ``last`` and ``last_t`` of the state after all samples."""
         x, observed = sequences.x, sequences.observed
         if observed is None:
             observed = x.new_ones((), dtype=torch.bool)
@@ -525,9 +535,10 @@ class Inputs(ModuleWithConstants):
 
 
 def _look_back(sequences: Sequences, observed: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return, for each sample, the last observed value of each feature and its age, and the final ``last``, ``last_t``.
+    """Find, for each sample and feature, the last observed value and its age, the time since its observation.
 
-    Values and ages are (batch, T, n). Before the first observation of a feature, the value is 0, and the age is the
+    Return the values, the ages, and the attributes ``last`` and ``last_t`` of the state after the last sample. Values
+    and ages are (batch, T, n). Before the first observation of a feature, the value is 0, and the age is the
     time since the start of the series.
     """
     x, t = sequences.x, sequences.t.to(_torch.widest(sequences.t.device))
@@ -583,7 +594,10 @@ def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) ->
 
 
 def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> float:
-    """Return ten times the median gap between observed samples; gaps of length 0 and padding do not count."""
+    """Return the fitted time_unit: ten times the median gap between samples with observed values.
+
+    Gaps of length 0 and padding do not count.
+    """
     _, _, gaps = observed_gaps(t, mask, lengths)
     gaps = gaps[gaps > 0]
     if len(gaps) == 0:
@@ -643,7 +657,7 @@ def warn_if_too_short(
     if spent <= most or rtol <= TIGHT_RTOL:
         return False
     gaps = times.detach().diff()
-    unit = GAPS_PER_UNIT * float(gaps[gaps > 0].median())  # waits for the device, but only after a slow call
+    unit = GAPS_PER_UNIT * float(gaps[gaps > 0].median())  # waits for the GPU, but only after a slow call
     if not unit > (UNIT_RATIO_THRESHOLD if spent > MANY_NFE_THRESHOLD else UNSET_UNIT_RATIO_THRESHOLD):
         return False
     warnings.warn(

@@ -60,15 +60,15 @@ class Connection(nn.Module):
         return shown(self, self._shown)
 
     def look_ahead(self, x: Tensor, depth: DepthState) -> Tensor:
-        """Return the point at which a sublayer is evaluated; by default x."""
+        """Return the input of a sublayer for the residual stream x; by default x itself."""
         return x
 
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return the residual stream and depth state after self-attention with input x and output ``update``."""
+        """Add the output ``update`` of self-attention to its input x; return the sum and the new depth state."""
         return x + update, depth
 
     def feedforward(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return the residual stream and depth state after any other sublayer with input x and output ``update``."""
+        """Add the output ``update`` of any other sublayer to its input x; return the sum and the new depth state."""
         return x + update, depth
 
 
@@ -262,7 +262,7 @@ class NesterovConnection(HeavyBallConnection):
 
     @override
     def look_ahead(self, x: Tensor, depth: DepthState) -> Tensor:
-        """Return x + μ v, the point at which a sublayer is evaluated; x before the first sublayer."""
+        """Return x + μ v, the input of a sublayer; for the first sublayer, which has no velocity v yet, return x."""
         return x if depth.velocity is None else x + self.look_ahead_size * depth.velocity
 
 
@@ -312,9 +312,10 @@ def make_attention(
     batch_first: bool,
     **layout: Any,
 ) -> MultiheadBase[Any]:
-    """Return a new attention module of a kind: its name, or a function that takes the modules' arguments.
+    """Return a new attention module of the given kind, a name or a function that returns a module.
 
-    ``options`` override ``layout``. An error is raised if the module has another ``causal`` or ``batch_first``.
+    The module gets the arguments ``options`` and ``layout``; those in ``options`` override those in ``layout``. An
+    error is raised if the module has another ``causal`` or ``batch_first`` than these arguments say.
     """
     make, own = _unwrap(kind)
     if make is HeavyBallMemory and not causal:
@@ -338,7 +339,7 @@ def make_attention(
 
 
 def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[str, Any]]:
-    """Return the class or function that ``kind`` names or wraps, and the options that the name or partial sets."""
+    """Return the class or function for ``kind``, a name or a functools.partial, and the options that ``kind`` sets."""
     _refuse_module("attention", kind)
     if not callable(kind) and not is_one_of(kind, tuple(ATTENTIONS)):
         raise ValueError(_unknown("attention", kind, tuple(ATTENTIONS)))
@@ -347,7 +348,7 @@ def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[st
 
 
 def _with_rotary(kind: AttentionName | MakeAttention, options: Mapping[str, Any], rotary: bool) -> dict[str, Any]:
-    """Return the options of an attention module; add ``rotary`` for softmax attention that does not set it."""
+    """Return ``options``, with ``rotary`` added if ``kind`` is softmax attention and does not set it itself."""
     make, own = _unwrap(kind)
     is_free = make is SoftmaxAttention and "rotary" not in own
     return ({"rotary": rotary} if is_free else {}) | dict(options)
@@ -362,7 +363,10 @@ def _check_rotary(attention: object, rotary: bool, what: str, fix: str) -> None:
 
 
 def make_connection(kind: ConnectionName | MakeConnection, momentum: float | None) -> Connection:
-    """Return a new connection of a kind, a name or a function; ``momentum=None`` is the class's default."""
+    """Return a new connection of the given kind, a name or a function that returns a connection.
+
+    With ``momentum=None`` the connection has its default momentum.
+    """
     _refuse_module("connection", kind)
     if callable(kind):
         if momentum is not None:
@@ -382,7 +386,7 @@ def make_connection(kind: ConnectionName | MakeConnection, momentum: float | Non
 
 
 def _refuse_module(what: str, kind: object) -> None:
-    """Raise TypeError for a module in place of a function that returns a new module for each layer."""
+    """Raise TypeError if ``kind`` is a module: each layer needs a new one, so it must be a function."""
     if isinstance(kind, nn.Module):
         fix = f"{what}={type(kind).__name__}"
         raise TypeError(f"{what} must be a name or a function that returns a new module, got a module. Fix: {fix}.")

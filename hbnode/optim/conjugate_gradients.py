@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-# line search: factor of alpha per trial, required fraction of the linear reduction, maximum number of trials
+# line search: factor of alpha after each trial, required fraction of the predicted reduction, maximum number of trials
 SHRINK, SLOPE, TRIALS = 0.8, 1e-2, 60
 Stop: TypeAlias = Literal["progress", "limit", "solved", "negative curvature"]
 

@@ -42,10 +42,10 @@ class LinearizedLayer(ABC):
         bias: recurrent bias b_hh, or None.
     """
 
-    blocks: ClassVar[int]  # number of blocks of hidden_size pre-activations
+    blocks: ClassVar[int]  # number of pre-activations per hidden unit, such as 4 in an LSTM; each forms one block
     inputs: ClassVar[tuple[int, int]]  # range of the blocks to which W_ih x is added
     states: ClassVar[tuple[int, int]]  # range of the blocks to which W_hh h is added
-    shift: ClassVar[int] = 0  # number of blocks by which the rows of torch's W_ih are rolled to get the order used here
+    shift: ClassVar[int] = 0  # torch's W_ih is rolled by this many blocks to get the order used here
     extras: ClassVar[int] = 0  # number of saved tensors per time step, not counting the derivatives of the new state
 
     def __init__(self, x: Tensor, h: Tensor, c: OptTensor, w: Tensor, u: Tensor, b: OptTensor, bias: OptTensor) -> None:
@@ -84,7 +84,10 @@ class LinearizedLayer(ABC):
     def jvp(
         self, rx: OptTensor, rh: OptTensor, rc: OptTensor, w: OptTensor, u: OptTensor, b: OptTensor, bias: OptTensor
     ) -> tuple[Tensor, OptTensor]:
-        """Return the tangents of all states and of the last cell state, given those of the constructor's arguments."""
+        """Compute the JVP of the layer: from tangents of the constructor's arguments, return those of its results.
+
+        The results are all states and the last cell state.
+        """
         products = [(self.h[:-1], u, self.h_columns), (self.x, self._shift_rows(w), self.x_columns)]
         re = self._pre_activations([*products, (rx, self.w, self.x_columns)], b, bias)
         out = torch.empty_like(self.h[1:])
@@ -96,9 +99,10 @@ class LinearizedLayer(ABC):
         return out, rc
 
     def vjp(self, dh: OptTensor, dc: OptTensor, needs: Sequence[bool]) -> tuple[OptTensor, ...]:
-        """Return the gradients of the constructor's arguments, given those of all states and of the last cell state.
+        """Compute the VJP of the layer; return the gradients of the constructor's arguments.
 
-        ``needs`` holds a bool for each argument; if it is False, the gradient may be None.
+        ``dh`` and ``dc`` are the gradients of all states and of the last cell state. ``needs`` holds a bool
+        for each argument; if it is False, the gradient may be None.
         """
         dh = torch.zeros_like(self.h[1:]) if dh is None else dh.clone()
         de = dh.new_empty(*dh.shape[:2], self.blocks * self.size)
@@ -124,7 +128,10 @@ class LinearizedLayer(ABC):
         return dx, first, dc, self._shift_rows(w, -1), u, db, bias
 
     def _steps(self, e: Tensor, *others: Tensor) -> Any:
-        """Iterate over time: yield slices of e, of its columns to which W_hh h is added, of others and of residuals."""
+        """Iterate over time steps; at each, yield the slices of several tensors.
+
+        The tensors are e, the columns of e to which W_hh h is added, each of ``others``, and the residuals.
+        """
         from_h = e if self.states == (0, self.blocks) else e[..., self.h_columns]
         return zip(*map(torch.unbind, (e, from_h, *others)), *self.residuals, strict=True)
 
