@@ -35,8 +35,8 @@ from tasks.common.train import EVAL_BATCH_SIZE, Samples, accuracy, fit
 from tasks.data.images import READ, SHAPE
 from tasks.models.regularization import Regularized
 
-# Channels of h and of f's hidden layers. MNIST and CIFAR-10: section 3.4.2, footnote 6 and Table 5, with the hidden
-# sizes of the authors' code. Digits: MNIST's channels, and hidden sizes with about equal parameter counts.
+# Channels of h and of f's hidden layers. MNIST and CIFAR-10 have the sizes of Xia et al. (section 3.4.2, footnote 6 and
+# Table 5) and of their code. Digits: MNIST's channels, and hidden sizes with about equal parameter counts.
 GREY = {"node": 1, "anode": 6, "sonode": 5, "hbnode": 5, "ghbnode": 6}
 CHANNELS = {
     "digits": GREY,

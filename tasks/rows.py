@@ -227,8 +227,8 @@ def renamed(reader: Reader, **columns: Row) -> Reader:
 
     Arguments:
         reader: function that yields results.
-        columns: for each metric the new column values, such as ``bound_error={"metric": "gap", "statistic":
-            "stderr"}``.
+        columns: for each metric the values that replace those of its columns. With ``bound_error={"metric": "gap",
+            "statistic": "stderr"}`` the results of the metric "bound_error" become those of "gap".
     """
     return lambda folder: (row | columns.get(row["metric"], {}) for row in reader(folder))
 

@@ -133,7 +133,7 @@ def _read_batch(source: str, content: bytes) -> tuple[Tensor, Tensor]:
 
 
 class _BatchUnpickler(pickle.Unpickler):
-    """Reads dictionaries of strings, lists and arrays, and refuses everything else that a pickle could run."""
+    """Loads only dictionaries of strings, lists and arrays. Other pickles are refused, because they can run any code."""
 
     def find_class(self, module: str, name: str) -> object:
         """Return only the functions that NumPy arrays need, under the names of all NumPy versions."""
