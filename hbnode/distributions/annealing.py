@@ -38,7 +38,7 @@ class _Paths(NamedTuple):
 
     x: Tensor
     m: Tensor
-    force: Tensor  # force f_k at x
+    force: Tensor  # force f_k at x, which HeavyBallAnnealing defines
     log_density: Tensor  # log of the annealed density at x
     kinetic: Tensor  # sum of log N(m'; 0, 1) - log N(m; 0, 1) over the steps
     steps: Tensor  # number of steps with finite values

@@ -78,7 +78,8 @@ class _PositionActivation(nn.Module):
 class HeavyBallFlow(nn.Module):
     r"""A normalizing flow on phase space, defined by the heavy-ball equation, with an exact log-determinant.
 
-    A point (h, m) with h and m in :math:`\mathbb{R}^D` moves from the base density at :math:`t_0` to the data at T:
+    A point consists of a position h and a momentum m, both in :math:`\mathbb{R}^D`. It moves from the base density at
+    :math:`t_0` to the data at T, with the damping γ and the force f:
 
     .. math:: h' = m, \qquad m' = -\gamma m + f(h, t)
 
@@ -113,7 +114,7 @@ class HeavyBallFlow(nn.Module):
             replaces γD. Default: None, ``max_damping * sigmoid(-3)``, about 0.047.
         learn_damping: whether γ is a parameter. Default: True.
         max_damping: upper bound of a learned γ. Default: 1.0.
-        xi: initial ξ of a generalized flow, in units of 1/time. Default: None, ln 2.
+        xi: initial skip weight ξ of a generalized flow, in units of 1/time. Default: None, ln 2.
         activation: σ of a generalized flow, elementwise. Default: None, tanh.
         posterior: q, a module or callable of ``(h)`` or ``(h, condition)`` that returns (..., 2 dim), the means and
             the logarithms of the standard deviations of m. Default: None, an :class:`hbnode.nn.MLP` with two hidden
@@ -361,7 +362,7 @@ class HeavyBallFlow(nn.Module):
         return h, m, start - log_determinant
 
     def _move(self, h: Tensor, m: Tensor, condition: Tensor | None, *, forwards: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return h and m at the other end of ``t_span``, and the log-determinant of the map."""
+        """Move points from one end of ``t_span`` to the other; return h and m there, and the log-determinant."""
         condition = self._check_inputs(h, condition)
         check_input(m, "m")
         if m.shape != h.shape or m.dtype != h.dtype:
@@ -370,7 +371,7 @@ class HeavyBallFlow(nn.Module):
                 f"{tuple(m.shape)}. Fix: m = torch.randn_like(h), for instance."
             )
         state = h.reshape(-1, self.dim), m.reshape(-1, self.dim)
-        if condition is not None:  # in the state, it gets a gradient in every mode
+        if condition is not None:  # part of the state, so that it gets a gradient in every mode
             rows = condition.reshape(-1, self.condition_dim)
             state = torch.cat([state[0], rows], 1), torch.cat([state[1], torch.zeros_like(rows)], 1)
         start, end = self.t_span if forwards else self.t_span[::-1]

@@ -118,7 +118,7 @@ def known_layers(net: Any) -> list[nn.Module] | None:
 class Parameters(NamedTuple):
     """The tensors that the solution depends on, and with respect to which the backward pass computes gradients.
 
-    The equation is h' = m, m' = f(h) - ξ h - γ m with the momentum m, the damping γ and the spring constant ξ, or an
+    The equation is h' = m, m' = f(h) - ξ h - γ m with the momentum m, the damping γ and the skip weight ξ, or an
     equation with fewer terms; see :class:`Equation`.
 
     Attributes:
@@ -222,7 +222,7 @@ class Equation(NamedTuple):
     """The function F that a solver step evaluates in its stages, for a network f.
 
     The state has the hidden state h and, for second-order equations, a momentum m or a velocity v. γ is the damping and
-    ξ a spring constant. For Nyström and splitting methods F is the force f(h) - ξh. For other methods F is the
+    ξ a skip weight. For Nyström and splitting methods F is the force f(h) - ξh. For other methods F is the
     derivative of the state s: f(h) for s = h, [v, f(h, v)] for s = [h, v], and [m, f(h) - ξh - γm] for s = [h, m]. If
     ``is_bounded``, h' is tanh m instead of m. The term with ξ or γ is absent if the field has no such parameter.
 

@@ -283,7 +283,7 @@ class HeavyBallODEBlock(ODEBlock):
 
     The state is the pair of h and the momentum m = h', and γ is the damping. With ``generalized=True`` the equation is
     that of :class:`hbnode.GHBNODE`, :math:`h' = \sigma(m),\; m' = -\gamma m + f(h, t) - \xi h`, with an activation σ
-    and a spring constant ξ.
+    and a skip weight ξ.
 
     Arguments:
         func: f, a module or callable with the arguments ``(h)`` or ``(t, h)`` that returns the shape of h.
@@ -296,7 +296,7 @@ class HeavyBallODEBlock(ODEBlock):
         learn_damping: whether γ is a parameter. A constant γ keeps its gradient, as in :class:`hbnode.HBNODE`.
             Default: True.
         max_damping: upper bound of a learned γ. Default: 1.0.
-        xi: initial ξ of a generalized block, in units of 1/time. Default: None, ln 2.
+        xi: initial skip weight ξ of a generalized block, in units of 1/time. Default: None, ln 2.
         learn_xi: whether ξ of a generalized block is a parameter. Default: None, True.
         activation: σ of a generalized block, elementwise. Default: None, tanh.
         time_dependent: whether ``func`` takes the time. Default: None, inferred from the signature of ``func``.
