@@ -602,7 +602,7 @@ class ModuleWithConstants(nn.Module):
         return {name: attribute for name, attribute in constants if not is_differentiated(getattr(self, attribute))}
 
     def get_constant(self, attribute: str) -> float | Tensor:
-        """Return a constant: the replacement by functional_call if there is one, a float, or a tensor on the device."""
+        """Return a constant, a float or a tensor on the module's device, or its replacement by functional_call."""
         if (given := self._buffers.get(attribute.lstrip("_"))) is not None:
             return given
         on_device = self._buffers.get(attribute + "_on_device")  # functional_call may have replaced it

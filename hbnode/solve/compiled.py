@@ -108,7 +108,7 @@ def modes(snapshot: Snapshot) -> tuple[Any, ...]:
 
 
 def program(term: ODETerm, snapshot: Snapshot, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-    """Return the object that a field stores for ``key`` and for its training modes and hooks; ``make`` creates it."""
+    """Return what a field stores for ``key``, its training modes and its hooks; if nothing is stored, call ``make``."""
     if not isinstance(term.inner, Field):
         kind = type(term.inner).__name__
         raise ValueError(f"compile=True needs an hbnode field, got {kind}. Fix: hbnode.NODE(func).")
@@ -285,7 +285,7 @@ class Plan(NamedTuple):
     changes_nothing: bool
 
     def solve(self, y0: State, counter: Tally, snapshot: Snapshot) -> State | None:
-        """Return the solution, or None if it needs another number of attempts or the solve fails."""
+        """Return the solution, or None if ``attempts`` attempts are not the right number or the solve fails."""
         programs, needs_gradient = self.programs, torch.is_grad_enabled()
         program = programs.whole_solve() if programs.latest == self.attempts else None
         result = None if program is None else program(y0, self.times)

@@ -112,7 +112,7 @@ class Event:
 
     @property
     def limit(self) -> float:
-        """The number of events after which the solve of a sample ends."""
+        """The number of events after which the solve of a sample ends; infinity if there is no limit."""
         return self.max_count or (np.inf if self.jump is not None else 1)
 
 
@@ -335,7 +335,7 @@ class EventSteps(AdaptiveSteps):
         return np.stack(found)
 
     def _rounding(self, event: Event, t: Tensor, rows: Rows, c: Array, scale: Rows) -> Array:
-        """Return how much ``c`` can change by rounding errors of t and of a state with the magnitude ``scale``."""
+        """Return how much rounding errors of t and the state, of magnitude ``scale``, can change the event function's value."""
         error, moved = ROUNDINGS * torch.finfo(self.stepper.like.dtype).eps, []
         for row, size in zip(rows, scale, strict=True):
             # different factors for the elements, so that differences such as y_1 - y_2 change, too

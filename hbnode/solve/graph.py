@@ -106,7 +106,7 @@ def _pack_control(control: Control) -> Tensor:
 
 
 def unpack_control(packed: Tensor) -> Control:
-    """Return the state of a controller, given as one tensor."""
+    """Convert the state of a controller from one tensor to a :class:`~hbnode.solve.control.Control`."""
     c = Control(*packed.unbind(0))
     return c._replace(uneven=c.uneven > 0, rejected=c.rejected > 0, most=c.most.long(), passed=c.passed.long())
 

@@ -150,7 +150,7 @@ class CountedField:
             raise self.failure(errors.NonFiniteError, message, t[0])
 
     def __call__(self, t: Tensor, y: Tensor) -> Tensor:
-        """Return the value of the field; reuse that of the evaluation in :meth:`leaves` if the arguments are equal."""
+        """Return the value of the field; if :meth:`leaves` evaluated it at equal arguments, reuse that value."""
         t, y = t.to(self.dtype), y.to(self.dtype)  # times of a wider dtype would change the dtype of a scalar state
         first, self.first = self.first, None
         if first is not None and torch.equal(t, first[0]) and torch.equal(y, first[1]):
