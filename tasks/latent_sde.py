@@ -55,7 +55,7 @@ ROWS, LORENZ_WINDOW, NOISE = 50, 40, 0.01
 TOGETHER = 4096  # paths in a batch
 KALMAN = "kalman"
 ALL_TITLES = {**TITLES, KALMAN: OSCILLATING[KALMAN]}
-# Initial ranges of the oscillators' frequencies and decay rates. One turn on the Lorenz attractor takes about one time unit.
+# Initial ranges of the oscillators' frequencies and decay rates. One turn on the Lorenz attractor takes about one unit.
 RANGES: dict[str, dict[str, tuple[float, float]]] = {
     "lorenz": {"frequency": (0.05, 1.0), "decay": (0.05, 1.0)},
     "vibration": {"frequency": (0.064, 0.8), "decay": (0.016, 0.32)},

@@ -139,7 +139,7 @@ class Solution(NamedTuple):
 def integrate(begun: Begun, take: StepFunction | None = None, *, every: int = 1_000_000) -> Solution:
     """Solve from the initial state in ``begun``, and return the solution at the output times.
 
-    ``take`` computes an attempted step; by default it is the method ``take`` of the stepper. With fixed steps, an attempt
+    ``take`` computes an attempted step; by default it is the stepper's ``take``. With fixed steps, an attempt
     consists of at most ``every`` steps.
     """
     (setup, state), stepper = begun, begun.setup.stepper

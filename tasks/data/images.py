@@ -133,7 +133,7 @@ def _read_batch(source: str, content: bytes) -> tuple[Tensor, Tensor]:
 
 
 class _BatchUnpickler(pickle.Unpickler):
-    """Loads only dictionaries of strings, lists and arrays. Other pickles are refused, because they can run any code."""
+    """Loads dictionaries of strings, lists and arrays only. Other pickles are refused: they can run any code."""
 
     def find_class(self, module: str, name: str) -> object:
         """Return only the functions that NumPy arrays need, under the names of all NumPy versions."""
