@@ -71,7 +71,7 @@ def counted_field(model):
 
 SOLVERS = [
     ("tsit5", {}), ("tsit5", {"per_sample": True}), ("nystrom8", {}), ("exponential", {"steps": 6}), ("rodas5p", {}),
-    ("leapfrog", {"steps": 20}), ("dopri5", {}), ("rk4", {"steps": 4}), ("implicit_adams", {"steps": 5}),
+    ("leapfrog", {"steps": 20}), ("dopri5", {}), ("rk4", {"steps": 4}), ("implicit_adams", {"steps": 20}),
     ("scipy_solver", {}),
 ]  # fmt: skip
 

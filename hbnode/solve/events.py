@@ -335,7 +335,7 @@ class EventSteps(AdaptiveSteps):
         return np.stack(found)
 
     def _rounding(self, event: Event, t: Tensor, rows: Rows, c: Array, scale: Rows) -> Array:
-        """Return how much rounding errors of t and the state, of magnitude ``scale``, can change the event function's value."""
+        """Return how much rounding errors of t and the state, of magnitude ``scale``, can change the event function."""
         error, moved = ROUNDINGS * torch.finfo(self.stepper.like.dtype).eps, []
         for row, size in zip(rows, scale, strict=True):
             # different factors for the elements, so that differences such as y_1 - y_2 change, too
