@@ -147,7 +147,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
     def _rows(
         self, compute: Callable[[Any], Array], prepare: Callable[[Array], Any], series: Series, cost: Array
     ) -> Array:
-        """Return the features of all series, (batch, features), including their static features.
+        """Compute the features of all series in chunks, and append their static features. Return (batch, features).
 
         The features of the series with the indices ``rows`` are ``compute(prepare(rows))``. This is evaluated for
         chunks of series of similar cost; joblib runs ``compute`` in parallel jobs. ``cost`` (batch,) is the number of
@@ -168,7 +168,10 @@ class _Transformer(TransformerMixin, BaseEstimator):
         return self._with_static(result, series)
 
     def _with_static(self, found: Array, series: Series) -> Array:
-        """Append the static features to the features. A missing static feature is replaced by its training mean."""
+        """Append the static features of the series to the features ``found`` (batch, features).
+
+        A missing static feature is replaced by its training mean.
+        """
         if series.static is None:
             return found
         static = series.static.double().numpy()
@@ -195,7 +198,7 @@ def checked(data: Any) -> Any:
 
 
 def moments(x: torch.Tensor) -> tuple[Array, Array]:
-    """Return the mean and the standard deviation of each column of x (..., columns), (columns,) each, ignoring NaN.
+    """Return the means and standard deviations of the columns of x (..., columns), (columns,) each. NaN is ignored.
 
     The standard deviation of a column that is constant up to rounding is 0.
     """
@@ -211,9 +214,10 @@ def _joined_ranges(counts: Array) -> Array:
 
 
 def _ordered_sum(values: Array) -> Array:
-    """Return the sum over axis 1, with the terms added from first to last.
+    """Return the sum over axis 1, with the terms added in order from first to last.
 
-    numpy.sum adds them in an order that depends on the length of the padding, which changes rounding errors.
+    Padding with zeros then does not change the result. With numpy.sum it would change the order of the additions, and
+    so the rounding errors.
     """
     return np.cumsum(values, 1)[:, -1]
 
@@ -232,9 +236,10 @@ def _name(series: Series, row: int) -> str:
 
 
 def _unique(names: Any, count: int, default: str, others: Any = ()) -> list[str]:
-    """Return the names as strings, or default names such as "x0", "x1" if they are not usable.
+    """Return a list of ``count`` different names: the given names as strings, or default names such as "x0", "x1".
 
-    Names are usable if there are ``count`` of them, all different, and none is in ``others``.
+    Default names (``default`` and a number) are used if there are not ``count`` names, if two of them are equal, or if
+    one is in ``others``, the names that are already in use.
     """
     found = list(map(str, names))
     return found if len({*found} - {*others}) == count else [f"{default}{i}" for i in range(count)]
@@ -353,7 +358,7 @@ def oscillator_states(
 
 
 def _phi(y: Array) -> tuple[Array, Array, Array]:
-    """Return e^y, φ₁(y) = (e^y - 1)/y and φ₂(y) = (φ₁(y) - 1)/y."""
+    """Return e^y, φ₁(y) = (e^y - 1)/y and φ₂(y) = (φ₁(y) - 1)/y, the factors of an exact step under a linear force."""
     is_small = np.abs(y) < 0.01
     some, few = np.where(is_small, 1.0, y), np.where(is_small, y, 0.0)
     lost = np.expm1(y)
@@ -363,7 +368,7 @@ def _phi(y: Array) -> tuple[Array, Array, Array]:
 
 
 def _summaries(block: _Block) -> list[Array]:
-    """Return a list of the ``SUMMARIES`` of each channel, (n, channels) each; 0 for a channel without a value."""
+    """Return a list with one array (n, channels) for each of the ``SUMMARIES``; 0 for channels without a value."""
     x, seen = np.nan_to_num(block.x), ~np.isnan(block.x)
     count = seen.sum(1)
     first, last = seen.argmax(1), seen.shape[1] - 1 - seen[:, ::-1].argmax(1)
@@ -378,7 +383,7 @@ def _summaries(block: _Block) -> list[Array]:
 
 
 def _interpolated(block: _Block, at: Array, kind: str) -> Array:
-    """Return the values of each channel at G times ``at`` (n, G) or (G,), (n, G, channels).
+    """Interpolate the series of a block at G times ``at``, (n, G) or (G,). Return values, (n, G, channels).
 
     Observed values are interpolated linearly. With ``kind="last"``, the last observed value is used. Before the first
     and after the last value, the result is constant. It is 0 for a channel without a value.
@@ -513,7 +518,10 @@ class OscillatorFeatures(_Transformer):
         return self
 
     def _samples(self, bank: _Bank, series: Series, random: np.random.RandomState) -> Array:
-        """Return the states of the P oscillators at random times of random series, (number of times, 3 P)."""
+        """Return the states of P oscillators at random times of random training series, (number of times, 3 P).
+
+        The scales and thresholds of the features are computed from these states.
+        """
         order = random.permutation(len(series))
         lengths = series.lengths.numpy()[order]
         count = max(1, min(len(order), int(np.searchsorted(lengths.cumsum(), _SAMPLES)) + 1))
@@ -600,7 +608,7 @@ class Summaries(_Transformer):
 
 
 def _step_and_span(series: Series) -> tuple[float, float]:
-    """Return the typical sampling interval, ``step_`` of :class:`OscillatorFeatures`, and the longest duration.
+    """Return the typical interval between samples, and the duration of the longest series.
 
     Both are 1 if no series has two different times.
     """
@@ -616,7 +624,7 @@ def _step_and_span(series: Series) -> tuple[float, float]:
 
 
 def usual(series: Series) -> Series:
-    """Return the series without those that probably have a wrong time (see :func:`_gaps`), and warn of these."""
+    """Remove series that probably contain a wrong time (see :func:`_gaps`), and warn of the removed series."""
     _, spans, is_far = _gaps(series)
     if not is_far.any():
         return series
@@ -660,7 +668,10 @@ def _range(value: tuple[float, float], name: str, most: float) -> tuple[float, f
 
 
 def _with_numba(function: Callable[[Array], Any], values: Array) -> Any:
-    """Return ``function(values)``. Afterwards restore torch's number of threads, which numba changes."""
+    """Call a function that uses numba, and return its result.
+
+    Afterwards restore torch's number of threads, which numba changes.
+    """
     threads = torch.get_num_threads()
     try:
         return function(values)
@@ -758,9 +769,10 @@ class RocketFeatures(_Transformer):
         return self._with_static(np.asarray(_with_numba(self.kernels_.transform, values), dtype=np.float64), series)
 
     def _fit(self, X: Any) -> tuple[Series, Array]:
-        """Fit the transformer. Return all series, and values of n series on the grid, (n, channels, points).
+        """Fit the transformer to the data X. Return X as series, and the values of n of them on the grid.
 
-        n is the number of all series, if their values fit in memory. Otherwise the n series are a random sample.
+        The values are (n, channels, points). If all values fit in memory, they contain all series, otherwise a random
+        sample.
         """
         try:
             from aeon.transformations.collection.convolution_based import MiniRocket

@@ -277,7 +277,7 @@ STYLES: dict[str, tuple[str, dict[str, Any]]] = {  # the first two use the left 
 
 
 def draw_curves(curves: Mapping[str, NFEToleranceCurve], ax: Axes | None, **kwargs: Any) -> Axes:
-    """Draw one or several named curves into the axes.
+    """Draw one or several curves, given with their names, into the axes; None creates a figure. Return the axes.
 
     Several curves have different colours. A single curve has one colour for the forward and one for the backward pass.
     """

@@ -269,7 +269,10 @@ class SeriesForecaster(SeriesEstimator):
     def _evaluate(
         self, model: Any, train: Series, backtest: Backtest, test: Backtest, random: np.random.RandomState
     ) -> tuple[Any, Tensor, Tensor]:
-        """Fit a model. Return it, and its means and standard deviations for the cases in ``test``."""
+        """Fit a model to ``train`` and ``backtest``, and forecast the cases in ``test``.
+
+        Return the fitted model, and the means and standard deviations of its forecasts, (n, K, channels) each.
+        """
         model = self._fitted(model, train, backtest, test, random)
         return model, *test.over(lambda past, dt: self._forecast(model, past, dt))
 
@@ -570,7 +573,7 @@ class SeriesForecaster(SeriesEstimator):
         return dt
 
     def _cases(self, series: Series, random: np.random.RandomState) -> Backtest:
-        """Return random cases (history, later values) from the series, with which a model is trained."""
+        """Return random training cases for a model: histories of the series, and values after each history."""
         pairs = PAIRS * WIDE // max(WIDE, series.x.shape[2])
         return draw_backtest(series, random, 0.0, max(3, pairs // 8 // len(series)), 8, self.horizon_)
 
@@ -704,7 +707,7 @@ def _splits(
 
 
 def _offsets_from(ends: Any, offsets: list[Any]) -> list[list[Any]]:
-    """Return a list for each date in ``ends``: the date plus each of the offsets or durations."""
+    """Add offsets (durations or pandas offsets) to each date in ``ends``. Return one list of dates per entry of ``ends``."""
     if not all(hasattr(each, "rollforward") or isinstance(each, datetime.timedelta) for each in offsets):
         raise TypeError(f"ahead must be durations and offsets, or dates, got {offsets!r}. Fix: ['1h', '1MS'].")
     return [[end + each for each in offsets] for end in ends]
@@ -725,7 +728,10 @@ def _check_zone(dates: Any, zone: Any) -> None:
 
 
 def _steps(given: Any) -> Any:
-    """Convert text such as "1h" or "MS" to durations or pandas offsets. Dates as text are not changed."""
+    """Convert text such as "1h" or "MS" to a list of durations or pandas offsets, in which dates in text stay text.
+
+    Return ``given`` unchanged if it contains neither text nor offsets.
+    """
     import pandas
     from pandas.tseries.frequencies import to_offset
 
@@ -768,7 +774,10 @@ def _until_last_value(series: Any) -> Any:
 
 
 def _of_user(series: Any, t: Tensor) -> Any:
-    """Convert times to a pandas index of dates, durations or numbers, whichever the user's data have."""
+    """Convert times t, in the unit of the series, to a pandas index of the type of the user's times.
+
+    The type is dates if the series has an origin, durations if it has only a unit, otherwise numbers.
+    """
     import pandas
 
     if series.origin is not None:
@@ -779,7 +788,7 @@ def _of_user(series: Any, t: Tensor) -> Any:
 
 
 def _entries(column: Any) -> Any:
-    """Convert a column of a table from another library for ``pandas.DataFrame``, so that time zones are kept."""
+    """Convert a column of a table to an array or list from which ``pandas.DataFrame`` keeps the time zones of dates."""
     column = column.numpy(force=True) if isinstance(column, Tensor) else getattr(column, "array", column)  # pandas
     return column.to_list() if hasattr(column, "to_list") else column
 
@@ -811,9 +820,9 @@ def _nll(network: ForecastNetwork, backtest: Backtest, rows: Tensor, device: tor
 
 
 def _score(mean: Tensor, std: Tensor, values: Tensor) -> float:
-    """Return the mean continuous ranked probability score of normal forecasts (Gneiting and Raftery 2007, eq. 5).
+    """Return the mean continuous ranked probability score of normal forecasts of ``values``, a float.
 
-    Missing values (NaN) are ignored.
+    See Gneiting and Raftery 2007, eq. 5. Missing values (NaN) are ignored.
     """
     known = values.isfinite()
     z = ((values - mean) / std)[known]

@@ -383,7 +383,7 @@ class OscillatorSmoother(BaseEstimator):
         return at.expand(len(data), -1)
 
     def _mean_at(self, t: NDArray[Any]) -> NDArray[Any]:
-        """Return the mean function μ at times t (batch, K), in units of the data, (batch, channels, K)."""
+        """Evaluate the mean function μ at times t (batch, K). Return (batch, channels, K), in units of the data."""
         shared = np.stack([np.interp(t, self.mean_times_, values) for values in self.mean_values_], 1)
         return np.asarray(self.level_[:, None] + self.scale_[:, None] * shared)
 
@@ -496,9 +496,10 @@ class OscillatorSmoother(BaseEstimator):
 
 
 def _kalman(log_omega: Tensor, log_zeta: Tensor, log_spread: Tensor, log_noise: Tensor) -> KalmanFilter:
-    """Return the Kalman filter of a sum of oscillators, given log ω, log ζ and log σ of each, and log s of the noise.
+    """Return the Kalman filter of a sum of oscillators with observation noise, given logarithms of its parameters.
 
-    σ is the standard deviation of an oscillator, s that of the observation noise.
+    These are frequencies ω, damping ratios ζ and standard deviations σ of the oscillators, (size,) each, and the
+    standard deviation s of the noise.
     """
     omega = log_omega.exp()
     c = torch.cat([torch.zeros_like(omega), torch.ones_like(omega)]).unsqueeze(0)
@@ -560,12 +561,15 @@ def _maximised(
 
 
 def _below(most: float, value: Tensor) -> Tensor:
-    """Return a smooth version of min(value, most) that stays below ``most``."""
+    """Return a smooth approximation of min(value, most) that stays below ``most``, to bound fitted parameters."""
     return most - torch.nn.functional.softplus(most - value)
 
 
 def _at_once(data: Series) -> NDArray[Any]:
-    """Return how many series have a range of samples that covers a time, on average over time, (channels,)."""
+    """Return, per channel, the mean over time of the number of series under way, (channels,).
+
+    A series is under way from its first to its last sample with a value of the channel.
+    """
     t = data.t.double().unsqueeze(-1)
     first, last = torch.where(data.mask, t, torch.inf).amin(1), torch.where(data.mask, t, -torch.inf).amax(1)
     return ((last - first).clamp(min=0.0).sum(0) / (last.amax(0) - first.amin(0))).nan_to_num().numpy()
