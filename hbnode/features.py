@@ -82,7 +82,7 @@ class _Block(NamedTuple):
         return time / np.maximum(_ordered_sum(time)[:, None], 1e-300)
 
     def refined(self, step: float) -> _Block:
-        """Return the series with equally spaced points added in the gaps, about ``step`` apart.
+        """Return the block with equally spaced points added between the samples, about ``step`` apart.
 
         Values at the new points and missing values are interpolated linearly.
         """
@@ -139,7 +139,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
         return on_clock(aligned(series, self.channels_, self.static_channels_), self.clock_)
 
     def _block(self, series: Series, rows: Array) -> _Block:
-        """Return the series with the indices ``rows`` as a block of standardised values and relative times."""
+        """Return the series with the indices ``rows`` as a block: standardised values at times since the start."""
         part = series.select(torch.from_numpy(rows))
         x, start = (part.x.double().numpy() - self.mean_) / self.scale_, part.t[:, :1]
         return _Block(x, (part.t - start).numpy(), start[:, 0].numpy(), part.lengths.numpy())
@@ -288,7 +288,10 @@ class _Bank(NamedTuple):
             yield slice(first, first + _WINDOW), np.round(y, _DIGITS, out=y)
 
     def features(self, samples: _Block) -> Array:
-        """Return the statistics of each oscillator's states and the summaries of each channel, (n, features)."""
+        """Return the features of n series: statistics of each oscillator's states, and summaries of each channel.
+
+        The shape is (n, features).
+        """
         block = samples.refined(self.step)
         weights, shape = block.weights.T, (len(block.t), len(STATES), len(self.frequency))
         shares: Array = np.zeros((SHARES, len(block.t), len(self.scales)))
@@ -591,7 +594,7 @@ class Summaries(_Transformer):
         return self
 
     def transform(self, X: Any) -> Array:
-        """Return the summaries of each series, (batch, summaries)."""
+        """Return the summaries of the series X, (batch, summaries)."""
         check_is_fitted(self)
         series = self._series(X)
         cost = series.lengths.numpy() * self.n_features_in_

@@ -135,7 +135,7 @@ def axes(ax: Axes | None) -> Axes:
 def style(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties of a matplotlib line: the user's properties ``given``, completed by ``defaults``.
 
-    Aliases in ``given``, such as ``lw``, are replaced by full names, so that they replace the defaults.
+    Aliases in ``given``, such as ``lw``, are replaced by full names, so that they override the defaults.
     """
     from matplotlib.cbook import normalize_kwargs
     from matplotlib.lines import Line2D

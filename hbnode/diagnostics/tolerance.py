@@ -177,7 +177,10 @@ class _Solved:
 def _reference(
     block: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], wanted: float, loosest: float, max_nfe: int
 ) -> tuple[Reference, _Solved]:
-    """Return the result of :func:`_tightest` for a float64 copy of the block, or for the block if float64 fails."""
+    """Solve a float64 copy of the block by :func:`_tightest`, or the block itself if it cannot run in float64.
+
+    Return the reached tolerance with the estimated errors, and the result of the solve.
+    """
     model = copy.deepcopy(block).double()
     try:
         return _tightest(model, x.double() if x.is_floating_point() else x, loss, wanted, loosest, max_nfe)

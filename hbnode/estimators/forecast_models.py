@@ -262,7 +262,7 @@ class Units:
         return torch.where(count > 0, loc, 0.0).unsqueeze(1), scale.unsqueeze(1)
 
     def scaled(self, past: Series) -> Series:
-        """Subtract the location from each history and divide by the scale.
+        """Standardise histories: return them after subtraction of the location and division by the scale.
 
         If the units of different series can differ, the location and log scale are added to the static features.
         """
@@ -554,7 +554,7 @@ def check_level(level: Any) -> float:
 
 
 def bound(error: NDArray[Any], sample: NDArray[Any], level: float) -> float:
-    """Return a bound that a new absolute error does not exceed with probability ``level``, by conformal prediction.
+    """Return a bound that a new absolute error does not exceed in ``level`` percent of cases, by conformal prediction.
 
     A sample may be forecast from several cuts; its errors count as one. With n samples, the largest error is the bound
     for the level 100 n / (n + 1) %. The bound for a higher level is infinite.

@@ -515,7 +515,7 @@ class SeriesForecaster(SeriesEstimator):
         return past
 
     def _rows(self, table: Any, future: Any, ids: Sequence[Any]) -> Series:
-        """Return the covariates as series in the order of ``ids``, from all rows of ``table`` and ``future``.
+        """Return the covariates in the tables ``table`` and ``future`` as series in the order of ``ids``.
 
         Rows at the end of a table that have no observed value are included.
         """
@@ -595,7 +595,10 @@ class SeriesForecaster(SeriesEstimator):
     def _fitted(
         self, model: Any, train: Series, backtest: Backtest, held_out: Backtest, random: np.random.RandomState
     ) -> Any:
-        """Fit a model and return it. If ``model`` is the name of a network, return a list of trained networks."""
+        """Fit a model to the series ``train`` and their test cases ``backtest``. Return the fitted model.
+
+        If ``model`` is the name of a network, return a list of networks, whose training stops early by ``held_out``.
+        """
         seed = int(random.randint(2**31 - 1))
         if model not in NETWORKS:
             return model.fit(train, backtest, seed)
@@ -671,7 +674,7 @@ class SeriesForecaster(SeriesEstimator):
 
 
 def _order(series: Series) -> NDArray[Any]:
-    """Return indices that sort series by their times and values, so that results do not depend on the given order."""
+    """Return indices (batch,) that sort the series by times and values, so that the given order has no influence."""
     sums = [series.t.sum(1), series.x.nansum((1, 2)), series.lengths, series.t[:, 0]]
     return np.lexsort([each.numpy() for each in sums])
 
@@ -707,7 +710,7 @@ def _splits(
 
 
 def _offsets_from(ends: Any, offsets: list[Any]) -> list[list[Any]]:
-    """Add offsets (durations or pandas offsets) to each date in ``ends``. Return one list of dates per entry of ``ends``."""
+    """Add each of the offsets to each date in ``ends``. Return one list of dates for each date in ``ends``."""
     if not all(hasattr(each, "rollforward") or isinstance(each, datetime.timedelta) for each in offsets):
         raise TypeError(f"ahead must be durations and offsets, or dates, got {offsets!r}. Fix: ['1h', '1MS'].")
     return [[end + each for each in offsets] for end in ends]
@@ -820,7 +823,7 @@ def _nll(network: ForecastNetwork, backtest: Backtest, rows: Tensor, device: tor
 
 
 def _score(mean: Tensor, std: Tensor, values: Tensor) -> float:
-    """Return the mean continuous ranked probability score of normal forecasts of ``values``, a float.
+    """Return the mean continuous ranked probability score of normal distributions that forecast ``values``.
 
     See Gneiting and Raftery 2007, eq. 5. Missing values (NaN) are ignored.
     """

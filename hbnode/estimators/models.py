@@ -265,7 +265,7 @@ class _SeriesModel(SeriesEstimator):
         return series, targets_of(y, series, data), weights
 
     def _answers(self, data: Any) -> NDArray[Any]:
-        """Return the outputs of the model, (batch, outputs).
+        """Convert data to series, and return the outputs of the model for them, (batch, outputs).
 
         For series without an observed value the output is ``prior_``, and there is a warning.
         """
@@ -351,7 +351,10 @@ class _SeriesModel(SeriesEstimator):
         return list(folds.split(values, values, groups))
 
     def _cv_loss(self, outputs: NDArray[Any], targets: _Targets) -> float:
-        """Return the weighted mean loss of all series whose outputs are not NaN; infinity if there are none."""
+        """Return the weighted mean loss of the cross-validated ``outputs``, without series whose outputs are NaN.
+
+        If all outputs are NaN, the result is infinite.
+        """
         known = ~np.isnan(outputs).any(1)
         losses = self._losses(outputs, targets)[known]
         return float(np.average(losses, weights=targets.weights[known])) if known.any() else np.inf

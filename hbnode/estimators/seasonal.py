@@ -95,9 +95,10 @@ class Seasonal:
         return self
 
     def _select(self, channel: int, u: NDArray[Any], y: NDArray[Any], known: NDArray[Any]) -> list[tuple[Any, ...]]:
-        """Return the most likely model for each kind of trend, fitted to values and to logarithms.
+        """Select the models of a channel, given the times u, the values y and the mask ``known`` from :func:`observed`.
 
-        The result is a list of tuples (weight, *hyperparameters). Models with a small weight are left out.
+        Return a list of tuples (weight, *hyperparameters) with the most likely model for each kind of trend, of values
+        and of logarithms. Models with a small weight are left out.
         """
         seasons, found, zero = self.seasons[channel], list[tuple[float, Candidate]](), float(self.zero[channel])
 
@@ -188,7 +189,7 @@ class Problem:
         self.gram = out.swapaxes(1, 2) @ out
 
     def solve(self, season: float | None = None) -> NDArray[Any]:
-        """Compute the regression coefficients, and return the log likelihood of each pair, (B,).
+        """Compute the regression coefficients. Return the log likelihood of each pair of a series and a model, (B,).
 
         If ``season`` is given, it replaces the prior variance of the season in all models. Default: ``None``
         """
@@ -205,9 +206,9 @@ class Problem:
         return self.jacobian - (self.log + self.count * np.log(self.variance)) / 2 - determinant
 
     def forecast(self, at: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Forecast each pair at times ``at`` (B, K) after the last value, in gaps.
+        """Forecast the series of each pair by its model, at times ``at`` (B, K) after its last value.
 
-        Return means and standard deviations, (B, K) each.
+        The times are in units of the gap. Return means and standard deviations, (B, K) each.
         """
         a, variance = advance(self.level[..., None], at, self.p[:, None])
         x = design(at, self.seasons, self.span, self.is_evolving)
@@ -321,7 +322,7 @@ def filtered(level: NDArray[Any], u: NDArray[Any], known: NDArray[Any], columns:
 
 
 def advance(level: NDArray[Any], step: Any, p: Any) -> tuple[Any, Any]:
-    """Return the factor by which a level decays over a time step, and the variance of the level after the step.
+    """Advance the level of a series, a random process, by a time step. Return its decay factor and its new variance.
 
     ``level`` holds the decay time and the noise variance; ``p`` is the variance of the level before the step.
     """
@@ -461,7 +462,8 @@ def likelihood(
     """Return the penalised log likelihood of a model with the seasons ``found`` and one more season.
 
     The number of Fourier terms of the new season is chosen to maximise the result. ``period`` is the period of the new
-    season; None adds no season. ``decay`` is the decay time of the residuals.
+    season; None adds no season. ``decay`` is the decay time of the residuals. ``parts`` is a list of
+    pairs (times, values), one for each series.
     """
     total = np.zeros(1)
     for u, y in parts:
@@ -562,7 +564,10 @@ class StatsForecast:
 
 
 def statsforecast_models_for(seasons: list[int], count: int) -> list[Any]:
-    """Return unfitted models of statsforecast for a series of ``count`` samples and seasons of the given periods."""
+    """Return a list of unfitted models of statsforecast for a series.
+
+    The series has ``count`` samples, and ``seasons`` are the periods of its seasons in samples.
+    """
     models = statsforecast_models()
     seasons = [season for season in seasons if 2 * season <= count]
     if len(seasons) > 1 or max(seasons, default=1) > 24:
