@@ -757,7 +757,7 @@ def _merge(
 def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], names: list[Any]) -> NDArray[Any]:
     """Return the value of each static feature of each series, (batch, columns); NaN if it is missing in all rows.
 
-    ``numbers`` (rows, columns) holds the columns, and ``codes`` (rows,) the index of the series of each row. Raise
+    ``numbers`` (rows, columns) holds the static columns, ``codes`` (rows,) the index of the series of each row. Raise
     ValueError if a column changes within a series.
     """
     least, most = np.full((2, len(ids), len(names)), np.nan)

@@ -87,7 +87,7 @@ class _Block(NamedTuple):
         Values at the new points and missing values are interpolated linearly.
         """
         x = np.take_along_axis(self.x, np.minimum(np.arange(self.t.shape[1]), self.lengths[:, None] - 1)[..., None], 1)
-        if np.isnan(x).any():  # only missing values, because two samples at one time are a jump
+        if np.isnan(x).any():  # missing values only: two samples at the same time are a jump
             x = np.where(np.isnan(x), _interpolated(self, self.t, "linear"), x)
         gaps = np.diff(self.t, axis=1)
         parts = _parts_of_gaps(gaps, self.lengths, step)

@@ -248,7 +248,7 @@ def _tighten(block: ODEBlock, tolerance: float, max_nfe: int, steps: int) -> Non
         times = torch.as_tensor(block.t_span if t is None else t)
         step_bytes = STATES_PER_STEP * sum(part.numel() * part.element_size() for part in parts(state))
         block.options = {
-            "max_nfe": min(max_nfe, 6 * max(MOST_BYTES // max(step_bytes, 1), 32)),  # 6 or more per step
+            "max_nfe": min(max_nfe, 6 * max(MOST_BYTES // max(step_bytes, 1), 32)),  # a step takes 6 or more
             "max_step": float(times.max() - times.min()) / steps or 1.0,
         }
         return solve(field, state, t, *rest, **end)

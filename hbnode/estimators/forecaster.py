@@ -215,7 +215,7 @@ class SeriesForecaster(SeriesEstimator):
         model, *forecast = self._best_model(names, train if is_held else series, test, random)
         forecasts: list[Any] = [forecast]
         is_network = self.model_ in NETWORKS
-        if not is_network:  # which needs its held-out series for early stopping
+        if not is_network:  # a network needs its held-out series for early stopping
             for train, other in splits[1 : None if len(whole) < MOST_STARTS else 1]:
                 forecasts.append(self._evaluate(model, train, self._cases(train, random), other, random)[1:])
         self._calibrate([test for _, test in splits], forecasts, is_held or self.model_ == "last")

@@ -231,7 +231,7 @@ class OscillatorSmoother(BaseEstimator):
             found = _maximised(log_density, start, count, self.max_iter, few)
             fitted, noise = found[:-2].view(3, -1), found[-2:]
             with torch.no_grad():
-                cost = 1.5 * size * math.log(count) - float(log_density(found))  # half of Schwarz's criterion
+                cost = 1.5 * size * math.log(count) - float(log_density(found))  # half of the BIC
             if cost < least:
                 least, best = cost, found
         self.log_omega_, self.log_zeta_, self.log_spread_, self.log_noise_, self.log_excess_ = (
