@@ -103,7 +103,7 @@ class Series(Record):
         return f"Series({batch} series, up to {length} samples, {count} features{names}{static})"
 
     def __getitem__(self, index: int | Tensor | Sequence[int] | slice) -> Series:
-        """Return a batch of one series for an integer, ``self.select(index)`` for a slice, indices or a bool mask."""
+        """Return one series as a batch of size 1 for an integer, and ``self.select(index)`` for any other index."""
         if isinstance(index, slice) or np.ndim(index):
             return self.select(index)  # type: ignore[arg-type]
         place = operator.index(index)  # type: ignore[arg-type]
@@ -112,14 +112,14 @@ class Series(Record):
         return self.select([place % len(self)])
 
     def inputs(self) -> dict[str, Any]:
-        """Return a dict of keyword arguments for a layer: x, t, mask, lengths and static."""
+        """Return the tensors x, t, mask, lengths and static in a dict, as keyword arguments for a layer."""
         return {name: getattr(self, name) for name in ("x", "t", "mask", "lengths", "static")}
 
     @override
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Return the series on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.
+        """Return the series on another device or in another dtype. The arguments are those of :meth:`torch.Tensor.to`.
 
-        The entries t, mask and lengths keep their dtypes.
+        The tensors t, mask and lengths keep their dtypes.
 
         Raises:
             ValueError: if a finite value or static feature would be infinite in the new dtype.
@@ -196,7 +196,7 @@ class Series(Record):
         return torch.as_tensor(seconds / self._known(self.unit, kind))
 
     def dates(self, t: Any) -> NDArray[np.datetime64]:
-        """Convert values of t to dates in UTC, as an array in the shape of t. NaN becomes NaT.
+        """Convert values of t to a datetime64 array of dates in UTC, with the shape of t. NaN becomes NaT.
 
         Dates are rounded to nanoseconds if the origin has nanoseconds, otherwise to microseconds.
 
@@ -305,7 +305,10 @@ def aligned(series: Series, features: Sequence[Any], static_features: Sequence[A
 
 
 def _order(found: Sequence[Any], wanted: Sequence[Any] | None, kind: str, argument: str) -> list[int]:
-    """Return the position in ``found`` of each name in ``wanted``; :func:`aligned` describes how names are matched."""
+    """Return a list with the position in ``found`` of each name in ``wanted``, matched as in :func:`aligned`.
+
+    ``kind`` and ``argument`` name the channels or static features in the error message.
+    """
     if wanted is None or list(found) == list(wanted):
         return list(range(len(found)))
     names, fits = list(map(str, found)), list(map(str, wanted))
@@ -321,10 +324,10 @@ def _order(found: Sequence[Any], wanted: Sequence[Any] | None, kind: str, argume
 
 
 def by_id(targets: Any, ids: Sequence[Any], name: str = "y") -> Any:
-    """Return targets in the order of the series.
+    """Return targets in the order of the series, whose ids are ``ids``.
 
-    Pandas targets whose index consists of the ids of the series are sorted by it. An index 0, 1, 2, ... that does not
-    consist of the ids is ignored. Other targets are returned unchanged.
+    Pandas targets whose index consists of these ids are put in the order of ``ids``. An index 0, 1, 2, ... that does
+    not consist of the ids is ignored. Other targets are returned unchanged.
 
     Raises:
         ValueError: if a pandas index holds other ids.
@@ -477,7 +480,10 @@ def _padded(
 
 
 def _in_dtype(values: NDArray[Any], dtype: torch.dtype, names: Sequence[Any]) -> Tensor:
-    """Convert values (..., columns) to a tensor. Raise ValueError if a value is too large for the dtype."""
+    """Convert an array (..., columns) to a tensor of the given dtype. Raise ValueError if a value is too large for it.
+
+    ``names`` are the names of the columns, for the error message.
+    """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point dtype of torch, got {dtype!r}. Fix: dtype=torch.float32.")
     converted = torch.from_numpy(values).to(dtype)
@@ -514,7 +520,7 @@ def _array(column: Any, name: str) -> NDArray[Any]:
 
 
 def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
-    """Return the distinct entries of a column in order of appearance, and the index of each row's entry, (rows,)."""
+    """Encode a column as integers. Return its distinct entries in order of appearance, and their indices, (rows,)."""
     array = _array(column, f"column {name!r}")
     if len(array) == 0:
         raise ValueError("the table has no rows; expected at least one. Fix: check how its rows were selected.")
@@ -532,10 +538,10 @@ def is_missing(entry: Any) -> bool:
 
 
 def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tuple[list[str], NDArray[Any]]:
-    """Read a column that holds a feature name in each row.
+    """Encode a column that contains a feature name in each row as integers.
 
-    Return the names of the features, and the index of the feature of each row, (rows, 1). Rows whose feature is not in
-    ``wanted`` have the index -1; None wants all features.
+    Return the list of feature names, and for each row the index of its feature in this list, (rows, 1). ``wanted``
+    selects features; None selects all. Rows with another feature have the index -1.
     """
     found, codes = _codes(column, name)
     names = sorted(found) if wanted is None else _names(wanted, "features")
@@ -547,7 +553,10 @@ def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tup
 
 
 def _exact_times(column: Any, name: str, unit: Unit | None, origin: Date | None) -> NDArray[Any]:
-    """Convert a column of times to an array of numbers, datetime64 or timedelta64, without rounding."""
+    """Convert a column of times to an array (rows,) of numbers, datetime64 or timedelta64, without rounding.
+
+    Raise an error if the times are text, or if ``unit`` or ``origin`` is given and does not apply to them.
+    """
     kind = kind_of(_array(column, name))
     if kind == "text":
         raise TypeError(f"{name} must hold numbers or dates, got text. Fix: pandas.to_datetime({name}).")
@@ -635,7 +644,7 @@ def _names(names: Any, argument: str) -> list[Any]:
 
 
 def _durations(durations: Any) -> NDArray[np.float64]:
-    """Convert durations, or text such as "1h" that pandas reads, to seconds."""
+    """Convert durations, or text such as "1h" that pandas reads, to an array of seconds with the same shape."""
     if kind_of(durations) != "text":
         return seconds_since(durations)
     import pandas
@@ -649,7 +658,10 @@ def _durations(durations: Any) -> NDArray[np.float64]:
 
 
 def _timedelta(seconds: Tensor, has_nanoseconds: bool) -> NDArray[np.timedelta64]:
-    """Convert seconds to timedelta64, rounded to microseconds or nanoseconds; NaN becomes NaT."""
+    """Convert a tensor of seconds to an array of timedelta64 with the same shape; NaN becomes NaT.
+
+    Durations are rounded to nanoseconds with ``has_nanoseconds``, otherwise to microseconds.
+    """
     name, steps = ("ns", 1e9) if has_nanoseconds else ("us", 1e6)
     number = seconds.detach().cpu().numpy()
     since = np.where(np.isfinite(number), number * steps, np.iinfo(np.int64).min).round()  # the smallest int64 is NaT
@@ -657,7 +669,10 @@ def _timedelta(seconds: Tensor, has_nanoseconds: bool) -> NDArray[np.timedelta64
 
 
 def _dates(dates: Any, name: str = "dates") -> Any:
-    """Convert text such as "2020-01-31" to datetime64; return dates unchanged. Raise ValueError for other values."""
+    """Convert one or several dates in text such as "2020-01-31" to datetime64, and return other dates unchanged.
+
+    Raise ValueError if the values are not dates. ``name`` is the name of the argument in the message.
+    """
     try:
         kind, text = kind_of(dates), np.asarray(dates)
         if kind == "dates":
@@ -676,7 +691,10 @@ def _as_numbers(values: Any, name: str) -> Tensor:
 
 
 def _matrix(table: Any, names: list[Any], argument: str) -> NDArray[Any]:
-    """Return numeric columns of a table as an array (rows, columns)."""
+    """Return the columns ``names`` of a table as a float64 array, (rows, columns).
+
+    Raise TypeError if a column contains text, dates or durations. ``argument`` is the argument that names the columns.
+    """
     columns = {name: _array(column_of(table, name), f"column {name!r}") for name in names}
     wrong = [name for name, column in columns.items() if kind_of(column)]
     rest = [name for name in names if name not in wrong]
@@ -688,7 +706,10 @@ def _matrix(table: Any, names: list[Any], argument: str) -> NDArray[Any]:
 
 
 def _numbers(value: Any, name: str, fix: str) -> NDArray[Any]:
-    """Convert numbers to a float64 array, with NaN for missing values. Raise ValueError for infinite values."""
+    """Convert numbers to a float64 array, with NaN for missing values. Raise an error for text and infinite values.
+
+    ``name`` (what the numbers are) and ``fix`` (how to correct them) are parts of the error message.
+    """
     array: Any = None
     try:
         array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
@@ -734,9 +755,9 @@ def _merge(
 
 
 def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], names: list[Any]) -> NDArray[Any]:
-    """Return the single value of each series in each static column, (batch, columns); NaN if it is missing in all rows.
+    """Return the value of each static feature of each series, (batch, columns); NaN if it is missing in all rows.
 
-    ``numbers`` (rows, columns) holds the columns, and ``codes`` (rows,) the index of the series of each row. Raise
+    ``numbers`` (rows, columns) holds the static columns, ``codes`` (rows,) the index of the series of each row. Raise
     ValueError if a column changes within a series.
     """
     least, most = np.full((2, len(ids), len(names)), np.nan)
@@ -867,7 +888,7 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
 
 
 def _parts_of_items(items: Sequence[Any]) -> tuple[list[Series], list[Any], list[Any]]:
-    """Return three lists: the series, the targets and the ids of all items.
+    """Split the items of a :class:`Dataset` into three lists: the series, the targets and the ids.
 
     The list of targets or ids is empty if no item has any. Raise ValueError if only some items have them.
     """
@@ -1059,7 +1080,7 @@ def _from_table(table: Any, id: str | None, time: str | None, values: Any, optio
 def _sorted_pairs(
     pairs: Sequence[Any], unit: Unit | None, origin: Date | None
 ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Convert each pair (t, x) to arrays of times (n,), without rounding, and values (n, channels), sorted by time."""
+    """Convert each pair (t, x) to a pair of arrays sorted by time: unrounded times (n,) and values (n, channels)."""
     found, kinds = [], dict[Any, int]()
     for i, (times, x) in enumerate(pairs):
         t, values = np.zeros(0), _numbers(x, f"x of series {i}", ARRAYS)
@@ -1123,7 +1144,7 @@ def _finite(series: Series) -> Series:
 
 
 def _infinite(series: Series) -> Iterator[tuple[Tensor, Sequence[Any]]]:
-    """Yield pairs (mask of infinite entries, names of the columns), first for the values, then for static features.
+    """Yield a mask of infinite entries and the names of its columns: first for the values, then for static features.
 
     Infinite values that ``series.mask`` marks as missing are not in the mask.
     """
@@ -1133,7 +1154,10 @@ def _infinite(series: Series) -> Iterator[tuple[Tensor, Sequence[Any]]]:
 
 
 def _refuse_infinite(is_infinite: Tensor, names: Sequence[Any], fault: str) -> None:
-    """Raise ValueError if the mask (..., columns) has a True entry, naming the first column that has one."""
+    """Raise ValueError if a mask (..., columns) of infinite entries has a True entry.
+
+    The message consists of the name of the first such column, "holds" and ``fault``.
+    """
     if is_infinite.any():
         name = names[int(is_infinite.flatten(0, -2).any(0).byte().argmax())]
         raise ValueError(f"{name!r} holds {fault}")
@@ -1146,7 +1170,7 @@ def _default(name: str, count: int) -> list[Any]:
 
 
 def is_table(data: Any) -> bool:
-    """Return whether ``data`` is a DataFrame or a dict of columns, but not a sparse SciPy matrix that is a dict."""
+    """Return whether ``data`` is a DataFrame or a dict of columns. SciPy's dok_matrix, also a dict, is not a table."""
     return hasattr(data, "columns") or (isinstance(data, dict) and not hasattr(data, "toarray"))
 
 
@@ -1175,7 +1199,7 @@ def check_zone(found: bool | None, in_fit: bool | None) -> None:
 
 
 def zones_in(data: Any, time: Any = None) -> dict[str, Any] | None:
-    """Return a dict with the name and the object of each time zone that occurs in a table or in pairs (t, x).
+    """Return a dict from the names of the time zones in a table or in pairs (t, x) to the time zone objects.
 
     For dates without a time zone, the dict has the entry ``"None": None``. NumPy dates are ignored. For other data the
     result is None. ``time`` is the name of the column of times in a table.

@@ -82,12 +82,12 @@ class _Block(NamedTuple):
         return time / np.maximum(_ordered_sum(time)[:, None], 1e-300)
 
     def refined(self, step: float) -> _Block:
-        """Return the series with equally spaced points added in the gaps, about ``step`` apart.
+        """Return the block with equally spaced points added between the samples, about ``step`` apart.
 
         Values at the new points and missing values are interpolated linearly.
         """
         x = np.take_along_axis(self.x, np.minimum(np.arange(self.t.shape[1]), self.lengths[:, None] - 1)[..., None], 1)
-        if np.isnan(x).any():  # only missing values, because two samples at one time are a jump
+        if np.isnan(x).any():  # missing values only: two samples at the same time are a jump
             x = np.where(np.isnan(x), _interpolated(self, self.t, "linear"), x)
         gaps = np.diff(self.t, axis=1)
         parts = _parts_of_gaps(gaps, self.lengths, step)
@@ -139,7 +139,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
         return on_clock(aligned(series, self.channels_, self.static_channels_), self.clock_)
 
     def _block(self, series: Series, rows: Array) -> _Block:
-        """Return the series with the indices ``rows`` as a block of standardised values and relative times."""
+        """Return the series with the indices ``rows`` as a block: standardised values at times since the start."""
         part = series.select(torch.from_numpy(rows))
         x, start = (part.x.double().numpy() - self.mean_) / self.scale_, part.t[:, :1]
         return _Block(x, (part.t - start).numpy(), start[:, 0].numpy(), part.lengths.numpy())
@@ -147,7 +147,7 @@ class _Transformer(TransformerMixin, BaseEstimator):
     def _rows(
         self, compute: Callable[[Any], Array], prepare: Callable[[Array], Any], series: Series, cost: Array
     ) -> Array:
-        """Return the features of all series, (batch, features), including their static features.
+        """Compute the features of all series in chunks, and append their static features. Return (batch, features).
 
         The features of the series with the indices ``rows`` are ``compute(prepare(rows))``. This is evaluated for
         chunks of series of similar cost; joblib runs ``compute`` in parallel jobs. ``cost`` (batch,) is the number of
@@ -168,7 +168,10 @@ class _Transformer(TransformerMixin, BaseEstimator):
         return self._with_static(result, series)
 
     def _with_static(self, found: Array, series: Series) -> Array:
-        """Append the static features to the features. A missing static feature is replaced by its training mean."""
+        """Append the static features of the series to the features ``found`` (batch, features).
+
+        A missing static feature is replaced by its training mean.
+        """
         if series.static is None:
             return found
         static = series.static.double().numpy()
@@ -195,7 +198,7 @@ def checked(data: Any) -> Any:
 
 
 def moments(x: torch.Tensor) -> tuple[Array, Array]:
-    """Return the mean and the standard deviation of each column of x (..., columns), (columns,) each, ignoring NaN.
+    """Return the means and standard deviations of the columns of x (..., columns), (columns,) each. NaN is ignored.
 
     The standard deviation of a column that is constant up to rounding is 0.
     """
@@ -211,9 +214,10 @@ def _joined_ranges(counts: Array) -> Array:
 
 
 def _ordered_sum(values: Array) -> Array:
-    """Return the sum over axis 1, with the terms added from first to last.
+    """Return the sum over axis 1, with the terms added in order from first to last.
 
-    numpy.sum adds them in an order that depends on the length of the padding, which changes rounding errors.
+    Padding with zeros then does not change the result. With numpy.sum it would change the order of the additions, and
+    so the rounding errors.
     """
     return np.cumsum(values, 1)[:, -1]
 
@@ -232,9 +236,10 @@ def _name(series: Series, row: int) -> str:
 
 
 def _unique(names: Any, count: int, default: str, others: Any = ()) -> list[str]:
-    """Return the names as strings, or default names such as "x0", "x1" if they are not usable.
+    """Return a list of ``count`` different names: the given names as strings, or default names such as "x0", "x1".
 
-    Names are usable if there are ``count`` of them, all different, and none is in ``others``.
+    Default names (``default`` and a number) are used if there are not ``count`` names, if two of them are equal, or if
+    one is in ``others``, the names that are already in use.
     """
     found = list(map(str, names))
     return found if len({*found} - {*others}) == count else [f"{default}{i}" for i in range(count)]
@@ -283,7 +288,10 @@ class _Bank(NamedTuple):
             yield slice(first, first + _WINDOW), np.round(y, _DIGITS, out=y)
 
     def features(self, samples: _Block) -> Array:
-        """Return the statistics of each oscillator's states and the summaries of each channel, (n, features)."""
+        """Return the features of n series: statistics of each oscillator's states, and summaries of each channel.
+
+        The shape is (n, features).
+        """
         block = samples.refined(self.step)
         weights, shape = block.weights.T, (len(block.t), len(STATES), len(self.frequency))
         shares: Array = np.zeros((SHARES, len(block.t), len(self.scales)))
@@ -353,7 +361,7 @@ def oscillator_states(
 
 
 def _phi(y: Array) -> tuple[Array, Array, Array]:
-    """Return e^y, φ₁(y) = (e^y - 1)/y and φ₂(y) = (φ₁(y) - 1)/y."""
+    """Return e^y, φ₁(y) = (e^y - 1)/y and φ₂(y) = (φ₁(y) - 1)/y, the factors of an exact step under a linear force."""
     is_small = np.abs(y) < 0.01
     some, few = np.where(is_small, 1.0, y), np.where(is_small, y, 0.0)
     lost = np.expm1(y)
@@ -363,7 +371,7 @@ def _phi(y: Array) -> tuple[Array, Array, Array]:
 
 
 def _summaries(block: _Block) -> list[Array]:
-    """Return a list of the ``SUMMARIES`` of each channel, (n, channels) each; 0 for a channel without a value."""
+    """Return a list with one array (n, channels) for each of the ``SUMMARIES``; 0 for channels without a value."""
     x, seen = np.nan_to_num(block.x), ~np.isnan(block.x)
     count = seen.sum(1)
     first, last = seen.argmax(1), seen.shape[1] - 1 - seen[:, ::-1].argmax(1)
@@ -378,7 +386,7 @@ def _summaries(block: _Block) -> list[Array]:
 
 
 def _interpolated(block: _Block, at: Array, kind: str) -> Array:
-    """Return the values of each channel at G times ``at`` (n, G) or (G,), (n, G, channels).
+    """Interpolate the series of a block at G times ``at``, (n, G) or (G,). Return values, (n, G, channels).
 
     Observed values are interpolated linearly. With ``kind="last"``, the last observed value is used. Before the first
     and after the last value, the result is constant. It is 0 for a channel without a value.
@@ -513,7 +521,10 @@ class OscillatorFeatures(_Transformer):
         return self
 
     def _samples(self, bank: _Bank, series: Series, random: np.random.RandomState) -> Array:
-        """Return the states of the P oscillators at random times of random series, (number of times, 3 P)."""
+        """Return the states of P oscillators at random times of random training series, (number of times, 3 P).
+
+        The scales and thresholds of the features are computed from these states.
+        """
         order = random.permutation(len(series))
         lengths = series.lengths.numpy()[order]
         count = max(1, min(len(order), int(np.searchsorted(lengths.cumsum(), _SAMPLES)) + 1))
@@ -583,7 +594,7 @@ class Summaries(_Transformer):
         return self
 
     def transform(self, X: Any) -> Array:
-        """Return the summaries of each series, (batch, summaries)."""
+        """Return the summaries of the series X, (batch, summaries)."""
         check_is_fitted(self)
         series = self._series(X)
         cost = series.lengths.numpy() * self.n_features_in_
@@ -600,7 +611,7 @@ class Summaries(_Transformer):
 
 
 def _step_and_span(series: Series) -> tuple[float, float]:
-    """Return the typical sampling interval, ``step_`` of :class:`OscillatorFeatures`, and the longest duration.
+    """Return the typical interval between samples, and the duration of the longest series.
 
     Both are 1 if no series has two different times.
     """
@@ -616,7 +627,7 @@ def _step_and_span(series: Series) -> tuple[float, float]:
 
 
 def usual(series: Series) -> Series:
-    """Return the series without those that probably have a wrong time (see :func:`_gaps`), and warn of these."""
+    """Remove series that probably contain a wrong time (see :func:`_gaps`), and warn of the removed series."""
     _, spans, is_far = _gaps(series)
     if not is_far.any():
         return series
@@ -660,7 +671,10 @@ def _range(value: tuple[float, float], name: str, most: float) -> tuple[float, f
 
 
 def _with_numba(function: Callable[[Array], Any], values: Array) -> Any:
-    """Return ``function(values)``. Afterwards restore torch's number of threads, which numba changes."""
+    """Call a function that uses numba, and return its result.
+
+    Afterwards restore torch's number of threads, which numba changes.
+    """
     threads = torch.get_num_threads()
     try:
         return function(values)
@@ -758,9 +772,10 @@ class RocketFeatures(_Transformer):
         return self._with_static(np.asarray(_with_numba(self.kernels_.transform, values), dtype=np.float64), series)
 
     def _fit(self, X: Any) -> tuple[Series, Array]:
-        """Fit the transformer. Return all series, and values of n series on the grid, (n, channels, points).
+        """Fit the transformer to the data X. Return X as series, and the values of n of them on the grid.
 
-        n is the number of all series, if their values fit in memory. Otherwise the n series are a random sample.
+        The values are (n, channels, points). If all values fit in memory, they contain all series, otherwise a random
+        sample.
         """
         try:
             from aeon.transformations.collection.convolution_based import MiniRocket

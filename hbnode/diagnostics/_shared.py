@@ -68,7 +68,10 @@ def check_block(block: nn.Module, caller: str) -> ODEBlock:
 
 
 def as_input(block: nn.Module, x: object) -> Tensor:
-    """Return x without its graph; convert an array or a list to a tensor with the dtype and device of the block."""
+    """Return the input x of a block as a tensor without graph.
+
+    An array or a list is converted to a tensor with the dtype and device of the block.
+    """
     if x is None:
         raise TypeError(f"{type(block).__name__} needs an input x, got None. Fix: pass x after the block.")
     if isinstance(x, Tensor):
@@ -130,9 +133,9 @@ def axes(ax: Axes | None) -> Axes:
 
 
 def style(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the properties of a line: those in ``given``, and those in ``defaults`` that are not given.
+    """Return the properties of a matplotlib line: the user's properties ``given``, completed by ``defaults``.
 
-    Aliases in ``given``, such as ``lw``, are replaced by full names.
+    Aliases in ``given``, such as ``lw``, are replaced by full names, so that they override the defaults.
     """
     from matplotlib.cbook import normalize_kwargs
     from matplotlib.lines import Line2D

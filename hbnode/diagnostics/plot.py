@@ -426,9 +426,9 @@ def _base_state(field: Callable[[Tensor, Any], State], at: Values | None) -> tup
 
 
 def _select(h: Tensor, features: Index, samples: Index) -> tuple[Tensor, list[int]]:
-    """Return part of a trajectory h (T, batch, ...), with features flattened: (T, selected samples, selected features).
+    """Select samples and features of a trajectory h (T, batch, ...), whose features are flattened first.
 
-    The second result is the list of the indices of the selected features.
+    Return the tensor (T, selected samples, selected features), and the list of indices of the selected features.
     """
     h = h.reshape(*h.shape, *[1] * (3 - h.dim())).flatten(2)
     numbered = _indices(features, h.shape[2], "features")

@@ -160,7 +160,10 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
 
 
 def jacobian(field: nn.Module, t: Tensor, state: tuple[Tensor, ...]) -> Tensor:
-    """Return the Jacobian of the field with respect to the state at time t, (batch, n, n), in float64 on the CPU."""
+    """Return the Jacobian of a field with respect to the state (n numbers per sample) at time t.
+
+    The shape is (batch, n, n). The dtype is float64, on the CPU.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [part.detach().clone().requires_grad_() for part in state]
         value: State = field(t.clone().to(leaves[0]), leaves[0] if len(leaves) == 1 else tuple(leaves))
@@ -176,7 +179,7 @@ def jacobian(field: nn.Module, t: Tensor, state: tuple[Tensor, ...]) -> Tensor:
 
 
 def pair_eigenvalues(eigenvalues: Tensor, damping: float) -> Tensor:
-    """Sort eigenvalues (batch, n) into adjacent pairs whose sums are closest to ``-damping``."""
+    """Sort eigenvalues (batch, n) so that entries 2i and 2i + 1 are a pair whose sum is closest to ``-damping``."""
     ordered = torch.empty_like(eigenvalues)
     for into, row in zip(ordered, eigenvalues, strict=True):
         left, pairs = list(range(len(row))), []

@@ -177,7 +177,10 @@ class _Solved:
 def _reference(
     block: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], wanted: float, loosest: float, max_nfe: int
 ) -> tuple[Reference, _Solved]:
-    """Return the result of :func:`_tightest` for a float64 copy of the block, or for the block if float64 fails."""
+    """Solve a float64 copy of the block by :func:`_tightest`, or the block itself if it cannot run in float64.
+
+    Return the reached tolerance with the estimated errors, and the result of the solve.
+    """
     model = copy.deepcopy(block).double()
     try:
         return _tightest(model, x.double() if x.is_floating_point() else x, loss, wanted, loosest, max_nfe)
@@ -245,7 +248,7 @@ def _tighten(block: ODEBlock, tolerance: float, max_nfe: int, steps: int) -> Non
         times = torch.as_tensor(block.t_span if t is None else t)
         step_bytes = STATES_PER_STEP * sum(part.numel() * part.element_size() for part in parts(state))
         block.options = {
-            "max_nfe": min(max_nfe, 6 * max(MOST_BYTES // max(step_bytes, 1), 32)),  # 6 or more per step
+            "max_nfe": min(max_nfe, 6 * max(MOST_BYTES // max(step_bytes, 1), 32)),  # a step takes 6 or more
             "max_step": float(times.max() - times.min()) / steps or 1.0,
         }
         return solve(field, state, t, *rest, **end)
@@ -277,7 +280,7 @@ STYLES: dict[str, tuple[str, dict[str, Any]]] = {  # the first two use the left 
 
 
 def draw_curves(curves: Mapping[str, NFEToleranceCurve], ax: Axes | None, **kwargs: Any) -> Axes:
-    """Draw one or several named curves into the axes.
+    """Draw one or several curves, given with their names, into the axes; None creates a figure. Return the axes.
 
     Several curves have different colours. A single curve has one colour for the forward and one for the backward pass.
     """

@@ -73,7 +73,7 @@ class SeriesEstimator(BaseEstimator):
 
     @property
     def _keys(self) -> tuple[Any, Any]:
-        """The names of the columns of ids and times in a table."""
+        """A pair of names: the column of a table that contains ids, and the column that contains times."""
         return self.id, self.time
 
     def _to_series(self, data: Any, *, reset: bool) -> Series:
@@ -298,7 +298,7 @@ def listed(names: str | Sequence[str] | None) -> list[str]:
 
 
 def _width(data: Any, series: Series) -> int:
-    """Return the value of ``n_features_in_``: the number of columns of a 2-D array, otherwise of channels."""
+    """Return scikit-learn's ``n_features_in_``: the number of columns of a 2-D array, else the number of channels."""
     return data.shape[1] if isinstance(data, np.ndarray) and data.ndim == 2 else len(series.features)
 
 
@@ -318,7 +318,10 @@ def _tells(column: NDArray[Any], targets: NDArray[Any]) -> bool:
 
 
 def _level_name(entry: Any) -> str:
-    """Return the name of a level of a category: 1.0 becomes "1", because missing entries turn integers to floats."""
+    """Return the name of a level (entry) of a categorical column: the entry as text.
+
+    1.0 becomes "1", because pandas converts integers to floats in a column with missing entries.
+    """
     is_whole = isinstance(entry, (float, np.floating)) and float(entry).is_integer()
     return str(int(entry) if is_whole else entry)
 

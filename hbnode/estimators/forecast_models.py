@@ -57,7 +57,7 @@ class Past(Series):
 
 
 def foreseen(past: Series, dt: Tensor, age: Tensor | float = 0.0) -> Tensor:
-    """Return the F covariates of n histories at K times each, and the changes of the covariates, (n, K, 2 F).
+    """Return F covariates, then the F changes of these covariates, at K times after each of n histories, (n, K, 2 F).
 
     ``dt`` (n, K) are the times after the last sample of the history. A change is the difference from the covariate at
     the time ``age`` (n, 1) before the last sample. Covariates are interpolated linearly. They are NaN outside of the
@@ -120,7 +120,10 @@ class Backtest:
         return dataclasses.replace(self, **parts)
 
     def over(self, function: Callable[[Series, Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return ``function(self.past, self.dt)``, computed in blocks of test cases to limit the memory."""
+        """Return ``function(self.past, self.dt)``, a tuple of tensors.
+
+        To save memory, it is computed for a block of test cases at a time.
+        """
         size = max(1, BLOCK // (int(self.ends.max()) * self.values.shape[2]))
         blocks = [self.select(slice(k, k + size)) for k in range(0, len(self), size)]
         return tuple(torch.cat(each) for each in zip(*(function(b.past, b.dt) for b in blocks), strict=True))
@@ -196,11 +199,11 @@ def last_samples(series: Series, count: int) -> Series:
 
 
 def lost_ends(lengths: Tensor, channels: int, random: np.random.RandomState) -> Tensor:
-    """Return how many samples at the end of each history lose their values, for each channel, (n, channels); random.
+    """Choose at random how many of the last values of each channel are removed from each history, (n, channels).
 
-    ``lengths`` (n,) are the numbers of samples. Half of the histories lose nothing. In a quarter, each channel loses
-    values with probability 1/2. In the last quarter, all channels lose values. The numbers are log-uniform. At least
-    the first sample keeps its values.
+    ``lengths`` (n,) are the numbers of samples of the histories. Half of the histories lose no values. In a quarter,
+    each channel loses values with probability 1/2. In the last quarter, all channels lose values. The numbers are
+    log-uniform. At least the first sample keeps its values.
     """
     n = len(lengths)
     is_cut = random.uniform(size=(n, channels)) < random.choice([0.0, 0.0, 0.5, 1.0], (n, 1))
@@ -259,7 +262,7 @@ class Units:
         return torch.where(count > 0, loc, 0.0).unsqueeze(1), scale.unsqueeze(1)
 
     def scaled(self, past: Series) -> Series:
-        """Subtract the location from each history and divide by the scale.
+        """Standardise histories: return them after subtraction of the location and division by the scale.
 
         If the units of different series can differ, the location and log scale are added to the static features.
         """
@@ -287,7 +290,7 @@ def _moments(series: Series) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class InUnits:
-    """A wrapper that fits and calls a model with series in :class:`Units`, and converts the forecasts back."""
+    """A model that converts series to :class:`Units`, passes them to another model, and converts its forecasts back."""
 
     def __init__(self, model: Any, units: Units) -> None:
         self.model, self.units = model, units
@@ -407,7 +410,7 @@ class Boosting:
         return mean, std * math.sqrt(math.pi / 2)
 
     def _history(self, past: Series) -> Tensor:
-        """Return exponential moving averages of each channel with several time constants, at the last sample.
+        """Return the exponential moving averages of each channel at the end of the history, for several time constants.
 
         The shape is (n, channels, time constants). Channels without a value are NaN.
         """
@@ -421,9 +424,10 @@ class Boosting:
         return torch.stack(averages, -1)
 
     def _inputs(self, past: Series, dt: Tensor) -> list[Tensor]:
-        """Return a list with two tensors (n, K, inputs) per channel: the inputs of the trees, and of the linear model.
+        """Return the inputs from which the models of each channel forecast n histories at K times ``dt`` (n, K).
 
-        There are n histories. ``dt`` (n, K) holds K forecast times after the last sample of each.
+        The result is a list with two tensors for each channel in turn: the inputs of the boosted trees (n, K, a), then
+        the inputs of the linear model (n, K, b). ``dt`` counts from the last sample of each history.
         """
         (last, age), history, n = last_values(past), self._history(past), len(past)
         fixed = [last.nan_to_num()]
@@ -459,7 +463,10 @@ class Boosting:
 
 
 def _both(lags: NDArray[Any], inputs: NDArray[Any], change: NDArray[Any], tree: Any) -> tuple[Any, Any]:
-    """Fit a linear model of ``lags`` to ``change``, and fit trees of ``inputs`` to the residuals. Return both."""
+    """Fit a linear model that predicts ``change`` from ``lags``, and trees that predict its residuals from ``inputs``.
+
+    Return both fitted models. ``tree`` is the unfitted estimator of the trees.
+    """
     line = RidgeCV(ALPHAS) if len(change) > 2 else Ridge(ALPHAS[-1])
     line.fit(lags, change)
     return line, tree.fit(inputs, change - line.predict(lags))
@@ -497,11 +504,13 @@ class Smoothing:
 
 
 class Calibration:
-    """A function that returns half widths of the bands of a channel, in units of the predicted standard deviation.
+    """The half width of a channel's forecast bands, as a function of the forecast's lead and the band's level.
 
-    The lead of a forecast is the time since the last observed value. A half width is a quantile of the errors of
-    held-out forecasts with similar leads. If a history has no value, the lead is NaN, and the half width is a quantile
-    of the absolute held-out values.
+    The lead is the time from the last observed value to the forecast. The half width is in units of the predicted
+    standard deviation. It is a quantile of the absolute errors of held-out forecasts with similar leads.
+
+    A history without any value has the lead NaN. Its forecast is 0 with standard deviation 1, so that the absolute
+    error is the absolute value. The half width is then a quantile of all absolute held-out values.
 
     Arguments:
         sample: index of the sample that each of n held-out forecasts predicts, (n,).
@@ -519,10 +528,11 @@ class Calibration:
         self.longest = float(self.lead[-1]) if len(self.lead) else math.inf
 
     def __call__(self, lead: NDArray[Any], level: float) -> NDArray[Any]:
-        """Return the half width for each lead and for a level in percent.
+        """Return the half width of the band of a level (in percent) for each lead, in the shape of ``lead``.
 
         Half widths are computed from the errors with the nearest leads, and interpolated. If these errors come from too
-        few different samples for the level, more errors are used. If all errors are too few, half widths are infinite.
+        few different samples for the level, more errors are used. If even all errors are too few, the half widths are
+        infinite.
         """
         total, none, log_lead = len(self.error), bound(*self.values, level), np.log(self.lead + 1e-12)
         size = min(total, max(NEAREST_ERRORS, total // 5))
@@ -537,14 +547,14 @@ class Calibration:
 
 
 def check_level(level: Any) -> float:
-    """Return the level as a float. Raise ValueError if it is not in (1, 100)."""
+    """Return the level of a band, in percent, as a float. Raise ValueError if it is not between 1 and 100."""
     if not isinstance(level, numbers.Real) or not 1 < float(level) < 100:  # 0.9 is probably meant as 90
         raise ValueError(f"level must be a number in (1, 100), in percent, got {level!r}. Fix: level=90.")
     return float(level)
 
 
 def bound(error: NDArray[Any], sample: NDArray[Any], level: float) -> float:
-    """Return a bound that a new absolute error does not exceed with probability ``level``, by conformal prediction.
+    """Return a bound that a new absolute error does not exceed in ``level`` percent of cases, by conformal prediction.
 
     A sample may be forecast from several cuts; its errors count as one. With n samples, the largest error is the bound
     for the level 100 n / (n + 1) %. The bound for a higher level is infinite.
@@ -574,8 +584,8 @@ def last_values(past: Series) -> tuple[Tensor, Tensor]:
 
 
 def leads(past: Series, dt: Tensor) -> NDArray[Any]:
-    """Return the time from the last observed value of each channel to each forecast, (n, K, channels).
+    """Return the lead of each forecast: the time from the last observed value of the channel, (n, K, channels).
 
-    The forecasts are ``dt`` (n, K) after the last sample. The result is NaN for channels without a value.
+    Forecasts are at times ``dt`` (n, K) after the last sample. The result is NaN for channels without a value.
     """
     return (dt.unsqueeze(-1) + last_values(past)[1].unsqueeze(1)).numpy()

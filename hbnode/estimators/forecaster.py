@@ -215,7 +215,7 @@ class SeriesForecaster(SeriesEstimator):
         model, *forecast = self._best_model(names, train if is_held else series, test, random)
         forecasts: list[Any] = [forecast]
         is_network = self.model_ in NETWORKS
-        if not is_network:  # which needs its held-out series for early stopping
+        if not is_network:  # a network needs its held-out series for early stopping
             for train, other in splits[1 : None if len(whole) < MOST_STARTS else 1]:
                 forecasts.append(self._evaluate(model, train, self._cases(train, random), other, random)[1:])
         self._calibrate([test for _, test in splits], forecasts, is_held or self.model_ == "last")
@@ -269,7 +269,10 @@ class SeriesForecaster(SeriesEstimator):
     def _evaluate(
         self, model: Any, train: Series, backtest: Backtest, test: Backtest, random: np.random.RandomState
     ) -> tuple[Any, Tensor, Tensor]:
-        """Fit a model. Return it, and its means and standard deviations for the cases in ``test``."""
+        """Fit a model to ``train`` and ``backtest``, and forecast the cases in ``test``.
+
+        Return the fitted model, and the means and standard deviations of its forecasts, (n, K, channels) each.
+        """
         model = self._fitted(model, train, backtest, test, random)
         return model, *test.over(lambda past, dt: self._forecast(model, past, dt))
 
@@ -512,7 +515,7 @@ class SeriesForecaster(SeriesEstimator):
         return past
 
     def _rows(self, table: Any, future: Any, ids: Sequence[Any]) -> Series:
-        """Return the covariates as series in the order of ``ids``, from all rows of ``table`` and ``future``.
+        """Return the covariates in the tables ``table`` and ``future`` as series in the order of ``ids``.
 
         Rows at the end of a table that have no observed value are included.
         """
@@ -570,7 +573,7 @@ class SeriesForecaster(SeriesEstimator):
         return dt
 
     def _cases(self, series: Series, random: np.random.RandomState) -> Backtest:
-        """Return random cases (history, later values) from the series, with which a model is trained."""
+        """Return random training cases for a model: histories of the series, and values after each history."""
         pairs = PAIRS * WIDE // max(WIDE, series.x.shape[2])
         return draw_backtest(series, random, 0.0, max(3, pairs // 8 // len(series)), 8, self.horizon_)
 
@@ -592,7 +595,10 @@ class SeriesForecaster(SeriesEstimator):
     def _fitted(
         self, model: Any, train: Series, backtest: Backtest, held_out: Backtest, random: np.random.RandomState
     ) -> Any:
-        """Fit a model and return it. If ``model`` is the name of a network, return a list of trained networks."""
+        """Fit a model to the series ``train`` and their test cases ``backtest``. Return the fitted model.
+
+        If ``model`` is the name of a network, return a list of networks, whose training stops early by ``held_out``.
+        """
         seed = int(random.randint(2**31 - 1))
         if model not in NETWORKS:
             return model.fit(train, backtest, seed)
@@ -668,7 +674,7 @@ class SeriesForecaster(SeriesEstimator):
 
 
 def _order(series: Series) -> NDArray[Any]:
-    """Return indices that sort series by their times and values, so that results do not depend on the given order."""
+    """Return indices (batch,) that sort the series by times and values, so that the given order has no influence."""
     sums = [series.t.sum(1), series.x.nansum((1, 2)), series.lengths, series.t[:, 0]]
     return np.lexsort([each.numpy() for each in sums])
 
@@ -704,7 +710,7 @@ def _splits(
 
 
 def _offsets_from(ends: Any, offsets: list[Any]) -> list[list[Any]]:
-    """Return a list for each date in ``ends``: the date plus each of the offsets or durations."""
+    """Add each of the offsets to each date in ``ends``. Return one list of dates for each date in ``ends``."""
     if not all(hasattr(each, "rollforward") or isinstance(each, datetime.timedelta) for each in offsets):
         raise TypeError(f"ahead must be durations and offsets, or dates, got {offsets!r}. Fix: ['1h', '1MS'].")
     return [[end + each for each in offsets] for end in ends]
@@ -725,7 +731,10 @@ def _check_zone(dates: Any, zone: Any) -> None:
 
 
 def _steps(given: Any) -> Any:
-    """Convert text such as "1h" or "MS" to durations or pandas offsets. Dates as text are not changed."""
+    """Convert text such as "1h" or "MS" to a list of durations or pandas offsets, in which dates in text stay text.
+
+    Return ``given`` unchanged if it contains neither text nor offsets.
+    """
     import pandas
     from pandas.tseries.frequencies import to_offset
 
@@ -768,7 +777,10 @@ def _until_last_value(series: Any) -> Any:
 
 
 def _of_user(series: Any, t: Tensor) -> Any:
-    """Convert times to a pandas index of dates, durations or numbers, whichever the user's data have."""
+    """Convert times t, in the unit of the series, to a pandas index of the type of the user's times.
+
+    The type is dates if the series has an origin, durations if it has only a unit, otherwise numbers.
+    """
     import pandas
 
     if series.origin is not None:
@@ -779,7 +791,7 @@ def _of_user(series: Any, t: Tensor) -> Any:
 
 
 def _entries(column: Any) -> Any:
-    """Convert a column of a table from another library for ``pandas.DataFrame``, so that time zones are kept."""
+    """Convert a column of a table to an array or list from which ``pandas.DataFrame`` keeps the time zones of dates."""
     column = column.numpy(force=True) if isinstance(column, Tensor) else getattr(column, "array", column)  # pandas
     return column.to_list() if hasattr(column, "to_list") else column
 
@@ -811,9 +823,9 @@ def _nll(network: ForecastNetwork, backtest: Backtest, rows: Tensor, device: tor
 
 
 def _score(mean: Tensor, std: Tensor, values: Tensor) -> float:
-    """Return the mean continuous ranked probability score of normal forecasts (Gneiting and Raftery 2007, eq. 5).
+    """Return the mean continuous ranked probability score of normal distributions that forecast ``values``.
 
-    Missing values (NaN) are ignored.
+    See Gneiting and Raftery 2007, eq. 5. Missing values (NaN) are ignored.
     """
     known = values.isfinite()
     z = ((values - mean) / std)[known]

@@ -100,7 +100,7 @@ class _Scaler(StandardScaler):
         self.static = static
 
     def transform(self, X: Any, copy: bool | None = None) -> Any:
-        """Return the standardised, clipped and weighted features."""
+        """Standardise the features X (batch, features), clip them, and multiply static features by their weight."""
         most = np.sqrt(np.max(self.n_samples_seen_))
         found = np.asarray(super().transform(X, copy)).clip(-most, most)
         if self.static:
@@ -248,23 +248,24 @@ class _SeriesModel(SeriesEstimator):
         return outputs
 
     def _is_as_good(self, outputs: NDArray[Any], least: NDArray[Any], targets: _Targets) -> bool:
-        """Return whether a model is about as good as the best one, given both outputs, (batch, outputs) each.
+        """Return whether a model with the given ``outputs`` is about as good as the best model, with outputs ``least``.
 
-        It is if the loss of ``outputs`` exceeds that of ``least`` by at most two standard errors of the difference.
+        This is the case if its mean loss exceeds that of the best model by at most two standard errors of the
+        difference. The outputs are (batch, outputs) each.
         """
         known = ~np.isnan(least).any(1)
         excess = ((self._losses(outputs, targets) - self._losses(least, targets)) * targets.weights)[known]
         return known.any() and bool(excess.mean() <= 2 * excess.std() / np.sqrt(len(excess)))
 
     def _pairs(self, data: Any, y: Any, sample_weight: Any) -> tuple[Series, NDArray[Any], NDArray[Any] | None]:
-        """Convert data to series. Return the series, and their targets and weights in the same order."""
+        """Convert data to series. Return the series, and targets and weights in the order of the series."""
         check_is_fitted(self)
         series = self._to_series(data, reset=False)
         weights = None if sample_weight is None else targets_of(sample_weight, series, data, "sample_weight")
         return series, targets_of(y, series, data), weights
 
     def _answers(self, data: Any) -> NDArray[Any]:
-        """Return the outputs of the model, (batch, outputs).
+        """Convert data to series, and return the outputs of the model for them, (batch, outputs).
 
         For series without an observed value the output is ``prior_``, and there is a warning.
         """
@@ -287,7 +288,7 @@ class _SeriesModel(SeriesEstimator):
     @kept_random_state()
     @_without_time_warnings()
     def _outputs_of(self, series: Series) -> NDArray[Any]:
-        """Return the outputs (batch, outputs), averaged over the stored models or networks."""
+        """Return the outputs for the series, (batch, outputs), averaged over the fitted models or networks."""
         if self.model_ in NETWORKS:
             scaled, device = self._scaled(series), self.device or "cpu"
             found = [batched(each.to(device), scaled).double().numpy() for each in self.networks_]
@@ -331,7 +332,8 @@ class _SeriesModel(SeriesEstimator):
     def _held_out(self, head: Any, features: NDArray[Any], targets: _Targets) -> tuple[NDArray[Any], float]:
         """Return the cross-validated outputs (batch, outputs) of an estimator of features.
 
-        Outputs are NaN for series that are never held out. They have been divided by a scale, the second result.
+        Outputs are NaN for series that are never held out. The second result is the number by which the outputs were
+        divided: the temperature of a classifier, 1 for a regressor.
         """
         outputs = np.full((len(features), self._outputs), np.nan)
         for train, held in self._folds(targets, FOLDS, 0):
@@ -349,7 +351,10 @@ class _SeriesModel(SeriesEstimator):
         return list(folds.split(values, values, groups))
 
     def _cv_loss(self, outputs: NDArray[Any], targets: _Targets) -> float:
-        """Return the weighted mean loss of all series whose outputs are not NaN; infinity if there are none."""
+        """Return the weighted mean loss of the cross-validated ``outputs``, without series whose outputs are NaN.
+
+        If all outputs are NaN, the result is infinite.
+        """
         known = ~np.isnan(outputs).any(1)
         losses = self._losses(outputs, targets)[known]
         return float(np.average(losses, weights=targets.weights[known])) if known.any() else np.inf
@@ -646,7 +651,7 @@ class SeriesRegressor(RegressorMixin, _SeriesModel):
         return self._numbers(outputs - width), self._numbers(outputs + width)
 
     def _numbers(self, outputs: NDArray[Any]) -> NDArray[Any]:
-        """Convert outputs (batch, outputs), which are standardised, to the unit and the shape of y."""
+        """Convert standardised outputs (batch, outputs) to numbers with the unit and the shape of the targets y."""
         found = outputs * self.target_std_ + self.target_mean_
         return found if self.is_wide_ else found[:, 0]
 

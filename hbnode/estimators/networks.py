@@ -133,7 +133,10 @@ def _last(h: Tensor, lengths: Tensor) -> Tensor:
 
 
 def config_of(series: Series, kind: Core, outputs: int, hidden_size: int, dropout: float) -> dict[str, Any]:
-    """Return a dict of arguments for :class:`SeriesNetwork`; those that depend on the data are computed from series."""
+    """Return a dict of arguments for :class:`SeriesNetwork`.
+
+    The numbers of channels and the scales of time are computed from the training series.
+    """
     static = 0 if series.static is None else series.static.shape[1]
     try:
         unit = fitted_unit(series.t, series.mask, series.lengths)

@@ -95,14 +95,18 @@ class Seasonal:
         return self
 
     def _select(self, channel: int, u: NDArray[Any], y: NDArray[Any], known: NDArray[Any]) -> list[tuple[Any, ...]]:
-        """Return the most likely model for each kind of trend, fitted to values and to logarithms.
+        """Select the models of a channel, given the times u, the values y and the mask ``known`` from :func:`observed`.
 
-        The result is a list of tuples (weight, *hyperparameters). Models with a small weight are left out.
+        Return a list of tuples (weight, *hyperparameters) with the most likely model for each kind of trend, of values
+        and of logarithms. Models with a small weight are left out.
         """
         seasons, found, zero = self.seasons[channel], list[tuple[float, Candidate]](), float(self.zero[channel])
 
         def likelihoods(kinds: list[Candidate], sizes: Sequence[float | None] = (None,)) -> NDArray[Any]:
-            """Return the log likelihood of each model with each season variance, summed over series, (sizes, kinds)."""
+            """Return the log likelihood, summed over series, of each model with each season variance, (sizes, kinds).
+
+            ``kinds`` are the models, ``sizes`` the season variances; None is the variance in the model.
+            """
             total = np.zeros((len(sizes), len(kinds)))
             for row in range(len(u)):
                 one = [row] * len(kinds)
@@ -185,7 +189,7 @@ class Problem:
         self.gram = out.swapaxes(1, 2) @ out
 
     def solve(self, season: float | None = None) -> NDArray[Any]:
-        """Compute the regression coefficients, and return the log likelihood of each pair, (B,).
+        """Compute the regression coefficients. Return the log likelihood of each pair of a series and a model, (B,).
 
         If ``season`` is given, it replaces the prior variance of the season in all models. Default: ``None``
         """
@@ -202,7 +206,10 @@ class Problem:
         return self.jacobian - (self.log + self.count * np.log(self.variance)) / 2 - determinant
 
     def forecast(self, at: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return means and standard deviations, (B, K) each, of forecasts ``at`` (B, K) gaps after the last value."""
+        """Forecast the series of each pair by its model, at times ``at`` (B, K) after its last value.
+
+        The times are in units of the gap. Return means and standard deviations, (B, K) each.
+        """
         a, variance = advance(self.level[..., None], at, self.p[:, None])
         x = design(at, self.seasons, self.span, self.is_evolving)
         along = a[..., None] * self.m[:, None]
@@ -315,7 +322,7 @@ def filtered(level: NDArray[Any], u: NDArray[Any], known: NDArray[Any], columns:
 
 
 def advance(level: NDArray[Any], step: Any, p: Any) -> tuple[Any, Any]:
-    """Return the factor by which a level decays over a time step, and the variance of the level after the step.
+    """Advance the level of a series, a random process, by a time step. Return its decay factor and its new variance.
 
     ``level`` holds the decay time and the noise variance; ``p`` is the variance of the level before the step.
     """
@@ -344,7 +351,10 @@ def design(u: NDArray[Any], seasons: list[float], span: NDArray[Any], is_evolvin
 
 
 def harmonics(seasons: list[float]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the frequencies j / period of all seasons, without duplicates, and the number j of each harmonic."""
+    """Return two arrays: the frequencies j / period of the harmonics j = 1, 2, ... of all seasons, and the numbers j.
+
+    A frequency that several seasons share occurs once.
+    """
     found: dict[float, int] = {}
     for period in seasons:
         for j in range(1, 1 + min(HARMONICS, int(period / 2 + 1e-6))):
@@ -353,7 +363,10 @@ def harmonics(seasons: list[float]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def prior_deviations(kind: Candidate, seasons: list[float], is_evolving: bool) -> NDArray[Any]:
-    """Return the prior standard deviation of each coefficient of :func:`design`, divided by that of the noise."""
+    """Return the prior standard deviation of each regression coefficient of a model, (coefficients,).
+
+    It is divided by the standard deviation of the noise. The coefficients belong to the columns of :func:`design`.
+    """
     rank = np.tile(harmonics(seasons)[1], 2)
     terms, flat = kind.season / np.maximum(rank, 1) ** 2, np.array([FLAT, FLAT * (kind.trend == "line")])
     slow = [kind.change * terms[rank <= EVOLVING]] * TERMS if is_evolving else []
@@ -361,7 +374,7 @@ def prior_deviations(kind: Candidate, seasons: list[float], is_evolving: bool) -
 
 
 def fourier(u: NDArray[Any], frequency: NDArray[Any]) -> NDArray[Any]:
-    """Return the sines, then the cosines, of all frequencies at times u (...), (..., 2 * frequencies)."""
+    """Return sines of all frequencies at times u (...), followed by the cosines, (..., 2 * frequencies)."""
     angle = 2 * math.pi * u[..., None] * frequency
     return np.concatenate([np.sin(angle), np.cos(angle)], -1)
 
@@ -373,7 +386,7 @@ def gaps_and_seasons(series: Series) -> tuple[list[float], list[list[float]]]:
 
 
 def seasons_of(series: Series, channel: int, gap: float) -> list[float]:
-    """Return the periods of a channel's seasons in units of ``gap``, estimated from the longest series."""
+    """Return a list of the periods of a channel's seasons in units of ``gap``, estimated from the longest series."""
     u, y, known, _, is_regular, _ = observed(series, channel, gap)
     rows = [row for row in np.argsort(-known.sum(1), kind="stable")[:8] if known[row].sum() >= LEAST]
     calendar = [each / series.unit / gap for each in CALENDAR] if series.unit else []
@@ -434,7 +447,7 @@ def is_apart(period: float, other: float, calendar: list[float]) -> bool:
 
 
 def season_terms(u: NDArray[Any], period: float) -> NDArray[Any]:
-    """Return sin, cos, sin, cos, ... of the harmonics of a season at times u (T,), (T, 2 * harmonics)."""
+    """Return the sine and the cosine of each harmonic of a season at times u (T,), in turn, (T, 2 * harmonics)."""
     count = min(int(period / 2 + 1e-6), 16, max(1, len(u) // 6))
     return np.stack(np.split(fourier(u, np.arange(1, count + 1) / period), 2, 1), -1).reshape(len(u), -1)
 
@@ -449,7 +462,8 @@ def likelihood(
     """Return the penalised log likelihood of a model with the seasons ``found`` and one more season.
 
     The number of Fourier terms of the new season is chosen to maximise the result. ``period`` is the period of the new
-    season; None adds no season. ``decay`` is the decay time of the residuals.
+    season; None adds no season. ``decay`` is the decay time of the residuals. ``parts`` is a list of
+    pairs (times, values), one for each series.
     """
     total = np.zeros(1)
     for u, y in parts:
@@ -466,7 +480,11 @@ def likelihood(
 
 
 def peaks(u: NDArray[Any], y: NDArray[Any], found: list[float], decay: float, frequency: NDArray[Any]) -> NDArray[Any]:
-    """Fit seasons with the periods ``found``. Return the frequencies of the five highest peaks in the residuals."""
+    """Return the frequencies of the five highest spectral peaks of a series after its known seasons are removed.
+
+    ``y`` are the values at times ``u``, (T,) each; ``found`` are the periods of known seasons; ``decay`` is the decay
+    time of the residuals; ``frequency`` holds the frequencies of the spectrum.
+    """
     x, z = whitened(line_and_seasons(u, found), u, decay), whitened(y[:, None], u, decay)
     rest = z - x @ np.linalg.lstsq(x, z, rcond=1e-8)[0]
     power = lombscargle(u[1:], rest[:, 0], 2 * math.pi * frequency)
@@ -475,9 +493,9 @@ def peaks(u: NDArray[Any], y: NDArray[Any], found: list[float], decay: float, fr
 
 
 def whitened(columns: NDArray[Any], u: NDArray[Any], decay: float) -> NDArray[Any]:
-    """Whiten columns (T, columns) that are Ornstein-Uhlenbeck processes of variance 1 with this decay time.
+    """Whiten columns (T, columns) at times u, modelled as Ornstein-Uhlenbeck processes with the decay time ``decay``.
 
-    Each value but the first is replaced by its one-step prediction error, divided by the error's standard deviation.
+    Return the errors of one-step predictions divided by their standard deviations, (T - 1, columns).
     """
     rho = np.exp(-np.diff(u) / decay)[:, None]
     innovation: NDArray[Any] = (columns[1:] - rho * columns[:-1]) / np.sqrt(-np.expm1(-2 * np.diff(u) / decay))[:, None]
@@ -546,7 +564,10 @@ class StatsForecast:
 
 
 def statsforecast_models_for(seasons: list[int], count: int) -> list[Any]:
-    """Return unfitted models of statsforecast for a series of ``count`` samples and seasons of the given periods."""
+    """Return a list of unfitted models of statsforecast for a series.
+
+    The series has ``count`` samples, and ``seasons`` are the periods of its seasons in samples.
+    """
     models = statsforecast_models()
     seasons = [season for season in seasons if 2 * season <= count]
     if len(seasons) > 1 or max(seasons, default=1) > 24:
@@ -578,9 +599,9 @@ class Mixture:
 
 
 def mixture(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the mean and the standard deviation of a mixture with equal weights.
+    """Return the mean and the standard deviation of a mixture of distributions with equal weights.
 
-    ``found`` is a list with the mean and the standard deviation of each component.
+    ``found`` is a list with a pair for each distribution: its mean and its standard deviation.
     """
     means, stds = (torch.stack(each) for each in zip(*found, strict=True))
     return means.mean(0), (stds.square().mean(0) + means.var(0, correction=0)).sqrt()

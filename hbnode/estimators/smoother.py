@@ -231,7 +231,7 @@ class OscillatorSmoother(BaseEstimator):
             found = _maximised(log_density, start, count, self.max_iter, few)
             fitted, noise = found[:-2].view(3, -1), found[-2:]
             with torch.no_grad():
-                cost = 1.5 * size * math.log(count) - float(log_density(found))  # half of Schwarz's criterion
+                cost = 1.5 * size * math.log(count) - float(log_density(found))  # half of the BIC
             if cost < least:
                 least, best = cost, found
         self.log_omega_, self.log_zeta_, self.log_spread_, self.log_noise_, self.log_excess_ = (
@@ -383,7 +383,7 @@ class OscillatorSmoother(BaseEstimator):
         return at.expand(len(data), -1)
 
     def _mean_at(self, t: NDArray[Any]) -> NDArray[Any]:
-        """Return the mean function μ at times t (batch, K), in units of the data, (batch, channels, K)."""
+        """Evaluate the mean function μ at times t (batch, K). Return (batch, channels, K), in units of the data."""
         shared = np.stack([np.interp(t, self.mean_times_, values) for values in self.mean_values_], 1)
         return np.asarray(self.level_[:, None] + self.scale_[:, None] * shared)
 
@@ -394,14 +394,14 @@ class OscillatorSmoother(BaseEstimator):
         return means.clamp(low - widened, high + widened)
 
     def _all_rows(self, data: Series) -> _Rows:
-        """Return the standardised values of all samples, one sequence per series and channel; missing values are 0."""
+        """Standardise all samples. Return one sequence per series and channel, in which missing values are 0."""
         level, scale = torch.from_numpy(self._mean_at(data.t.numpy())), torch.from_numpy(self.scale_).unsqueeze(1)
         x = ((data.x.transpose(1, 2) - level) / scale).flatten(0, 1)
         seen = (data.mask & torch.from_numpy(np.isfinite(self.level_))).transpose(1, 2).flatten(0, 1)
         return _Rows(torch.where(seen, x, 0.0), data.t.double().repeat_interleave(data.x.shape[-1], 0), seen)
 
     def _rows(self, data: Series) -> _Rows:
-        """Return the standardised values without missing values, one sequence per series and channel."""
+        """Standardise the observed values. Return one sequence per series and channel, without missing values."""
         rows = self._all_rows(data)
         order = (~rows.seen).byte().argsort(dim=1, stable=True)[:, : max(1, int(rows.seen.sum(1).max()))]
         x, t, seen = (z.gather(1, order) for z in rows)
@@ -461,7 +461,7 @@ class OscillatorSmoother(BaseEstimator):
 
     @torch.no_grad()
     def _filtered(self, data: Series) -> Tensor:
-        """Return the mean of the signal at each sample, given the samples up to this one, (batch, channels, T)."""
+        """Return the mean of the signal at each sample, given this and all earlier samples, (batch, channels, T)."""
         layer, parts = self.layer_, _parts(self._all_rows(data), data.t.double(), 1)
         z = torch.cat([layer.filter(each.x.unsqueeze(-1), each.t, mask=each.seen).after.mean for each, _ in parts])
         return self._clipped(self._in_units(z.squeeze(-1), data.t))
@@ -484,9 +484,9 @@ class OscillatorSmoother(BaseEstimator):
 
     @torch.no_grad()
     def _spread(self, rows: _Rows) -> Tensor:
-        """Return the factor for the standard deviations of each sequence, (R,).
+        """Return the factor by which the posterior standard deviations of each sequence are multiplied, (R,).
 
-        It is ``widening_``, multiplied by an estimate of a_i if ``student=True``.
+        It is ``widening_``. With ``student=True`` it includes an estimate of a_i, the amplitude of the series.
         """
         if not self.student:
             return torch.full((len(rows.x),), self.widening_, dtype=torch.float64)
@@ -496,9 +496,10 @@ class OscillatorSmoother(BaseEstimator):
 
 
 def _kalman(log_omega: Tensor, log_zeta: Tensor, log_spread: Tensor, log_noise: Tensor) -> KalmanFilter:
-    """Return the Kalman filter of a sum of oscillators, given log ω, log ζ and log σ of each, and log s of the noise.
+    """Return the Kalman filter of a sum of oscillators with observation noise, given logarithms of its parameters.
 
-    σ is the standard deviation of an oscillator, s that of the observation noise.
+    These are frequencies ω, damping ratios ζ and standard deviations σ of the oscillators, (size,) each, and the
+    standard deviation s of the noise.
     """
     omega = log_omega.exp()
     c = torch.cat([torch.zeros_like(omega), torch.ones_like(omega)]).unsqueeze(0)
@@ -506,9 +507,9 @@ def _kalman(log_omega: Tensor, log_zeta: Tensor, log_spread: Tensor, log_noise: 
 
 
 def _statistics(kalman: KalmanFilter, rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three terms of the log density of each sequence x with covariance matrix S, (R,) each.
+    """Return three terms of the log density of each sequence x under the model of a Kalman filter, (R,) each.
 
-    They are the number of values in x, xᵀS⁻¹x, and ½ log det S.
+    They are the number of values in x, xᵀS⁻¹x, and ½ log det S, where S is the covariance matrix of x in the model.
     """
     blocks, found = kalman.run(rows.sequences())
     logs = found.factor.diagonal(dim1=-2, dim2=-1).log()
@@ -516,7 +517,7 @@ def _statistics(kalman: KalmanFilter, rows: _Rows) -> tuple[Tensor, Tensor, Tens
 
 
 def _log_density(kalman: KalmanFilter, rows: _Rows, log_excess: Tensor | None) -> Tensor:
-    """Return the log density of each sequence, (R,).
+    """Return the log density of each sequence under the model of a Kalman filter, (R,).
 
     The distribution is normal if ``log_excess`` is None, otherwise multivariate t with ν = 2 + e^{log_excess} degrees
     of freedom.
@@ -532,10 +533,11 @@ def _log_density(kalman: KalmanFilter, rows: _Rows, log_excess: Tensor | None) -
 def _maximised(
     log_density: Callable[[Tensor], Tensor], start: Tensor, count: int, iterations: int, few: bool = False
 ) -> Tensor:
-    """Return the parameters that maximise a log density plus the log of a weak normal prior around ``start``.
+    """Return the parameters that maximise ``log_density`` plus the log of a weak normal prior around ``start``.
 
-    ``count`` is the number of values in the log density. For few series (``few=True``) the prior has the weight of one
-    value, because a single sine needs a damping ratio far from the initial one.
+    ``log_density`` is a function of the parameters; ``count`` is the number of observed values in it. For few series
+    (``few=True``) the prior has the weight of one value, because a single sine needs a damping ratio far from the
+    initial one.
     """
     weight, tolerance = (1 / count, 1e-7) if few else (PRIOR_WEIGHT, 1e-5)
 
@@ -560,12 +562,15 @@ def _maximised(
 
 
 def _below(most: float, value: Tensor) -> Tensor:
-    """Return a smooth version of min(value, most) that stays below ``most``."""
+    """Return a smooth approximation of min(value, most) that stays below ``most``, to bound fitted parameters."""
     return most - torch.nn.functional.softplus(most - value)
 
 
 def _at_once(data: Series) -> NDArray[Any]:
-    """Return how many series have a range of samples that covers a time, on average over time, (channels,)."""
+    """Return, per channel, the mean over time of the number of series under way, (channels,).
+
+    A series is under way from its first to its last sample with a value of the channel.
+    """
     t = data.t.double().unsqueeze(-1)
     first, last = torch.where(data.mask, t, torch.inf).amin(1), torch.where(data.mask, t, -torch.inf).amax(1)
     return ((last - first).clamp(min=0.0).sum(0) / (last.amax(0) - first.amin(0))).nan_to_num().numpy()
@@ -607,9 +612,9 @@ def _starts(rows: _Rows, gap: float, most: float, size: int) -> tuple[Tensor, Te
 
 
 def _windows(rows: _Rows, rng: Any, few: bool) -> _Rows:
-    """Return windows of successive samples, at random positions in the sequences.
+    """Cut windows of successive samples at random positions from the sequences. Return them as sequences.
 
-    For few series there are as many windows as sequences, and they are longer.
+    For few series (``few=True``) there are as many windows as sequences, and they are longer.
     """
     counts = rows.seen.sum(1).tolist()
     number = sum(count > 0 for count in counts) if few else WINDOWS
@@ -624,9 +629,10 @@ def _windows(rows: _Rows, rng: Any, few: bool) -> _Rows:
 
 
 def _parts(rows: _Rows, at: Tensor, copies: int) -> Iterator[tuple[_Rows, Tensor]]:
-    """Yield pairs of a chunk of the sequences and its times from ``at`` (batch, K), small enough for the memory.
+    """Divide the sequences into chunks whose results fit in memory. Yield pairs of a chunk and its times in ``at``.
 
-    ``copies`` is the number of results that are computed for each sequence.
+    ``at`` (batch, K) holds the times at which results are computed; those of a chunk are (sequences, K). ``copies`` is
+    the number of results that are computed for each sequence.
     """
     at = at.repeat_interleave(len(rows.x) // len(at), 0)
     size = max(1, MOST_VALUES // ((rows.x.shape[1] + at.shape[1]) * copies))
