@@ -70,7 +70,8 @@ def oscillator_step(damping: Number, stiffness: Number, dt: Number) -> Oscillato
         A named tuple of the entries ``vv``, ``vx``, ``xv`` and ``xx`` of Φ, each of the broadcast shape.
 
     Raises:
-        ValueError: if a time in ``dt`` is negative, NaN or infinite, unless a graph is recorded.
+        ValueError: if a time in ``dt`` is negative, NaN or infinite. Times are not checked while torch.compile,
+            torch.export or torch.jit.trace records the program, or in transforms of torch.func.
 
     Example:
         >>> import hbnode
@@ -120,7 +121,8 @@ def held_response(damping: Number, stiffness: Number, dt: Number) -> Pair:
         The pair of :math:`F_v` and :math:`F_x`, each of the broadcast shape.
 
     Raises:
-        ValueError: if a time in ``dt`` is negative, NaN or infinite, unless a graph is recorded.
+        ValueError: if a time in ``dt`` is negative, NaN or infinite. Times are not checked while torch.compile,
+            torch.export or torch.jit.trace records the program, or in transforms of torch.func.
     """
     return exact_response(*_checked(damping, stiffness, dt))
 
