@@ -121,19 +121,19 @@ def make_state(
     s: Tensor, t: Tensor, sizes: list[int], last: Tensor | None = None, last_t: Tensor | None = None,
     below: ODERNNState | None = None,
 ) -> ODERNNState:  # fmt: skip
-    """Return an ODERNNState with h, and m if there are two sizes, from the joint state s (..., S).
+    """Split the joint state s (..., S) of a layer into h and m, and return an ODERNNState that holds them.
 
-    ``sizes`` are the numbers of features of h and m.
+    ``sizes`` are the numbers of features of h and m, or of h only, for a first-order field.
     """
     h, *m = s.split(sizes, -1)
     return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t, last, last_t, below)
 
 
 def check_state(state: object, kind: type[Kind], shapes: dict[str, tuple[int, ...] | None], fix: str) -> Kind:
-    """Check the type ``kind`` and the shapes of a state; return it in a form that autograd can use.
+    """Raise an error unless a state has the type ``kind`` and these shapes.
 
-    ``shapes`` maps names of attributes to shapes; None means that the attribute must be None. ``fix`` is the advice in
-    the error message.
+    Return the state as :func:`real_state` does. ``shapes`` maps names of attributes to shapes; None means that the
+    attribute must be None. ``fix`` is the advice in the error message.
     """
     if not isinstance(state, kind):
         raise TypeError(f"state must be an {kind.__name__}, got {type(state).__name__}. Fix: {fix}.")
@@ -149,7 +149,10 @@ def check_state(state: object, kind: type[Kind], shapes: dict[str, tuple[int, ..
 
 
 def real_state(state: Kind) -> Kind:
-    """Return a state in a form that autograd can use; raise an error if one of its tensors is not real."""
+    """Raise an error if one of the state's tensors is not real; return the state.
+
+    Tensors created in inference mode are copied, because autograd cannot save them.
+    """
     return state.map(lambda z: check_real(z, "the state")).outside_inference_mode() if may_look() else state
 
 
@@ -217,7 +220,7 @@ class Sequences:
 
     @property
     def window(self) -> Tensor:
-        """Return the samples padded with zeros to ``total`` time steps."""
+        """The samples (batch, T, input_size), padded with zeros to (batch, total, input_size)."""
         return pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
 
     def at_samples(self, x: Tensor) -> Tensor:
@@ -372,7 +375,7 @@ def checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
 
 
 def shown(module: object, names: Iterable[str]) -> str:
-    """Return "name=value, ..." for some attributes of a module, for its ``extra_repr``."""
+    """Return the string "name=value, ..." for the attributes ``names`` of a module, for its ``extra_repr``."""
     return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
 
 
@@ -438,7 +441,10 @@ def _checked_mask(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _checked_lengths(lengths: Lengths, x: Tensor) -> tuple[Tensor, int]:
-    """Return the mask (batch, T) of samples that are not padding, and the greatest length (T while tracing a graph)."""
+    """Return the mask (batch, T) of samples that are not padding, and the length of the longest series.
+
+    While torch.compile, torch.export or torch.jit.trace records the program, T stands for that length.
+    """
     lengths = as_integers(lengths, "lengths", "one length per sequence of the batch")
     batch, total = x.shape[:2]
     is_whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
@@ -508,7 +514,10 @@ class Inputs(ModuleWithConstants):
     def forward(
         self, sequences: Sequences, static: Tensor | None, state: Any, time_unit: float
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the cell's inputs (batch, T, size), and ``last`` and ``last_t`` of the state after all samples."""
+        """Build the inputs of a cell from samples, masks, elapsed times and static features.
+
+        Return the inputs (batch, T, size), and the attributes ``last`` and ``last_t`` of the state after all samples.
+        """
         x, observed = sequences.x, sequences.observed
         if observed is None:
             observed = x.new_ones((), dtype=torch.bool)
@@ -558,9 +567,10 @@ def _look_back(sequences: Sequences, observed: Tensor, state: Any) -> tuple[Tens
 
 
 def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return times, the mask of samples with an observed value, (batch, T) each, and the gaps (K,) between them.
+    """Return the times of samples, the mask of samples with an observed value, and the gaps between these samples.
 
-    Raise ValueError if times of these samples are not finite or decrease.
+    Times and mask are (batch, T), and the gaps are (K,). Raise ValueError if times of these samples are not finite or
+    decrease.
     """
     t = as_times(t, "t").detach()
     dtype, t = t.dtype, t.to("cpu", torch.float64)
