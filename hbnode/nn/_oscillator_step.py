@@ -154,7 +154,10 @@ def exact_response(gamma: Tensor, kappa: Tensor, dt: Tensor) -> Pair:
 
 
 def _checked(damping: Number, stiffness: Number, dt: Number) -> tuple[Tensor, ...]:
-    """Return damping, stiffness and dt as tensors; raise ValueError if a time is negative, NaN or infinite."""
+    """Convert damping, stiffness and ``dt`` to tensors, and return them.
+
+    Raise ValueError if a time in ``dt`` is negative, NaN or infinite.
+    """
     gamma, kappa, dt = _as_tensors(damping, stiffness, dt)
     if _torch.may_look() and not dt.is_meta:
         wrong = dt[~(dt.isfinite() & (dt >= 0))]
@@ -192,7 +195,7 @@ def _polynomial(z: Tensor, coefficients: list[float]) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return float64 if the device supports it, otherwise ``dtype``."""
+    """Return the dtype for sums of values of ``dtype``: float64 if the device supports it, otherwise ``dtype``."""
     return dtype if device.type == "mps" else torch.float64
 
 
@@ -301,7 +304,7 @@ def _output_dtype(inputs: ScanInput) -> torch.dtype:
 
 
 def scan(kind: str, is_held: bool, inputs: ScanInput) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute :func:`scan_reference`, by the fused implementation if it is applicable.
+    """Return the results of :func:`scan_reference`, computed by the fused implementation if it supports the inputs.
 
     Underdamped oscillators are scanned in normal coordinates, in which a transition is a rotation and a decay.
     """
@@ -353,7 +356,11 @@ def _normal_coordinates(is_held: bool, rates: Tensor, dtype: torch.dtype) -> tup
 
 
 def _product(matrix: Entries, one: Tensor, other: Tensor) -> Pair:
-    """Multiply each of P matrices, given by their entries (P,), with n vectors, given by their components (n, P)."""
+    """Multiply each of P 2 × 2 matrices with n vectors.
+
+    ``matrix`` holds the four entries of the matrices, (P,) each. ``one`` and ``other`` are the two components of the
+    vectors, (n, P) each. Return the two components of the products.
+    """
     a, b, c, d = matrix
     return a * one + b * other, c * one + d * other
 
@@ -504,7 +511,7 @@ class _Oscillators:
 
 
 def _oscillators(options: Options, inputs: ScanInput) -> list[_Oscillators]:
-    """Divide the oscillators into groups with the same kind of transition, and return the groups."""
+    """Divide the oscillators of a scan into groups with the same kind of transition; return the list of the groups."""
     if inputs.is_underdamped is None:
         return [_Oscillators(*options, inputs, slice(None))]
     masks = {"rotation": inputs.is_underdamped, options[0]: ~inputs.is_underdamped}

@@ -39,7 +39,7 @@ def _chunk_size(length: int) -> int:
 
 
 def _chunked(x: Tensor) -> Tensor:
-    """Divide x (T, ...) into chunks (count, size, ...); pad the last chunk with zeros."""
+    """Divide x (T, ...) along time into chunks (count, size, ...); pad the last chunk with zeros."""
     size = _chunk_size(len(x))
     missing = -len(x) % size
     x = functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
@@ -47,10 +47,10 @@ def _chunked(x: Tensor) -> Tensor:
 
 
 def _recur(alpha: Tensor, b: Tensor, total: Tensor, start: Tensor, is_reversed: bool) -> Tensor:
-    """Return the states of the recurrence h ← alpha h + b, with alpha and b divided into chunks (count, size, ...).
+    """Compute the states of the recurrence h ← alpha h + b at all samples, in the shape of b.
 
-    ``total`` holds the product of alpha over each chunk, (count, ...). ``start`` is the initial h. If ``is_reversed``,
-    the recurrence runs from the last sample to the first.
+    alpha and b are divided into chunks (count, size, ...). ``total`` holds the product of alpha over each chunk,
+    (count, ...). ``start`` is the initial h. If ``is_reversed``, the recurrence runs from the last sample to the first.
     """
     order, chunks = range(b.shape[1]), range(len(b))
     steps = list(zip(b.unbind(1), alpha.unbind(1), strict=True))

@@ -86,11 +86,11 @@ class Rule:
         """Apply the recurrence of the rule to the pre-activations W x + b of T time steps.
 
         Arguments:
-        g: the pre-activations W x + b (T, batch, n).
-        memory: the memory before the first of these time steps.
+            g: the pre-activations W x + b (T, batch, n).
+            memory: the memory before the first of these time steps.
 
         Returns:
-        The filtered pre-activations d (T, batch, n), and the memory after the last time step.
+            The filtered pre-activations d (T, batch, n), and the memory after the last time step.
         """
         raise NotImplementedError(f"{type(self).__name__} has no filter. Fix: define filter(self, g, memory).")
 

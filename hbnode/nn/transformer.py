@@ -60,7 +60,7 @@ class Connection(nn.Module):
         return shown(self, self._shown)
 
     def look_ahead(self, x: Tensor, depth: DepthState) -> Tensor:
-        """Return the input of a sublayer for the residual stream x; by default x itself."""
+        """Return the input of the next sublayer, given the residual stream x; here it is x itself."""
         return x
 
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
@@ -312,10 +312,11 @@ def make_attention(
     batch_first: bool,
     **layout: Any,
 ) -> MultiheadBase[Any]:
-    """Return a new attention module of the given kind, a name or a function that returns a module.
+    """Return a new attention module of the given kind.
 
-    The module gets the arguments ``options`` and ``layout``; those in ``options`` override those in ``layout``. An
-    error is raised if the module has another ``causal`` or ``batch_first`` than these arguments say.
+    ``kind`` is the name of a built-in kind, or a function that returns a module. The module gets the arguments
+    ``options`` and ``layout``; those in ``options`` override those in ``layout``. An error is raised if the module has
+    another ``causal`` or ``batch_first`` than these arguments say.
     """
     make, own = _unwrap(kind)
     if make is HeavyBallMemory and not causal:
@@ -339,7 +340,10 @@ def make_attention(
 
 
 def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[str, Any]]:
-    """Return the class or function for ``kind``, a name or a functools.partial, and the options that ``kind`` sets."""
+    """Return the class or function that makes attention modules of this kind, and the options that the kind sets.
+
+    ``kind`` is a name, a function, a class, or a functools.partial, whose keyword arguments are such options.
+    """
     _refuse_module("attention", kind)
     if not callable(kind) and not is_one_of(kind, tuple(ATTENTIONS)):
         raise ValueError(_unknown("attention", kind, tuple(ATTENTIONS)))
@@ -363,9 +367,10 @@ def _check_rotary(attention: object, rotary: bool, what: str, fix: str) -> None:
 
 
 def make_connection(kind: ConnectionName | MakeConnection, momentum: float | None) -> Connection:
-    """Return a new connection of the given kind, a name or a function that returns a connection.
+    """Return a new connection of the given kind.
 
-    With ``momentum=None`` the connection has its default momentum.
+    ``kind`` is the name of a built-in kind, or a function that returns a connection. ``momentum`` is its momentum
+    coefficient; with None it has its default.
     """
     _refuse_module("connection", kind)
     if callable(kind):
@@ -386,7 +391,10 @@ def make_connection(kind: ConnectionName | MakeConnection, momentum: float | Non
 
 
 def _refuse_module(what: str, kind: object) -> None:
-    """Raise TypeError if ``kind`` is a module: each layer needs a new one, so it must be a function."""
+    """Raise TypeError if ``kind`` is a module.
+
+    Each layer needs a new module, so the user must pass a function that returns one. ``what`` is the argument's name.
+    """
     if isinstance(kind, nn.Module):
         fix = f"{what}={type(kind).__name__}"
         raise TypeError(f"{what} must be a name or a function that returns a new module, got a module. Fix: {fix}.")
@@ -486,7 +494,10 @@ class TransformerLayerBase(nn.Module):
         self.connection = make_connection(connection, connection_momentum).to(self.linear1.weight)
 
     def _start(self, x: Tensor, depth_state: DepthState | None) -> DepthState:
-        """Return the depth state, which is empty in the first layer; raise TypeError if an input has the wrong type."""
+        """Check the inputs of a layer; return its depth state, which is empty in the first layer.
+
+        Raise TypeError if an input has the wrong type.
+        """
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"x must be a tensor, got {type(x).__name__}. A layer returns a pair, its output and a depth state. "
@@ -506,9 +517,10 @@ class TransformerLayerBase(nn.Module):
         return depth
 
     def _sublayer(self, x: Tensor, depth: DepthState, norm: nn.Module, block: Block, join: Join) -> Stream:
-        """Apply a block with its norm and a connection; return the residual stream and the depth state.
+        """Apply a sublayer, such as attention, to the residual stream x, with its norm and the layer's connection.
 
-        ``join`` is the method of the connection that adds the block's output to the residual stream.
+        Return the new residual stream and the new depth state. ``block`` computes the sublayer, and ``join`` is the
+        method of the connection that adds its output to x.
         """
         start = self.connection.look_ahead(x, depth)
         x, depth = join(x, self.dropout(block(norm(start) if self.norm_first else start)), depth)
@@ -911,7 +923,10 @@ class MomentumTransformer(nn.Module):
         return torch.cat(parts, 1)
 
     def _embed(self, tokens: Tensor, start: Tensor, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the first layer's inputs (batch, length, d_model), and the position (batch,) of the next token."""
+        """Embed the tokens (batch, length), the first of which has the position ``start`` (batch,).
+
+        Return the inputs of the first layer (batch, length, d_model), and the position (batch,) of the next token.
+        """
         if self.embedding is not None:
             tokens = tokens if ignored is None else tokens.masked_fill(ignored, 0)
             x = self._vectors(tokens) * math.sqrt(self.d_model)
