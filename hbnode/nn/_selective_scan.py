@@ -27,7 +27,10 @@ def _exponential(rho: Tensor, phi: Tensor | None) -> Tensor:
 
 
 def scan_reference(_: object, rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> tuple[Tensor]:
-    """Return the states z_t after all samples, (T, ...), computed in a loop over the samples."""
+    """Compute the states z_t = e^{ρ_t + iφ_t} z_{t-1} + b_t after all samples, in a loop over the samples.
+
+    Return a tuple with the tensor of the states (T, ...).
+    """
     states = [z0]
     for alpha, jump in zip(_exponential(rho, phi), b, strict=True):
         states.append(alpha * states[-1] + jump)

@@ -335,7 +335,10 @@ class RecurrentBase(nn.Module):
             """Return the parameter with this name, such as ``weight_ih``."""
 
     def _suffixes(self) -> list[tuple[str, int]]:
-        """Return a pair for each layer and direction: the suffix of its parameters' names, and its input size."""
+        """Return a list of pairs, one for each layer and direction: the suffix of its parameters' names and its input size.
+
+        The suffixes are those of torch.nn, such as "_l0_reverse"; a cell has the suffix "".
+        """
         return [("", self.input_size)]
 
     def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
@@ -443,7 +446,10 @@ def _check_entry(name: str, z: Tensor | None, wanted: tuple[int, ...] | None, li
 
 
 def _from_tensors(state: object, has_cell_state: bool) -> RecurrentState:
-    """Return the RecurrentState of an initial h, or of the pair (h, c) of an LSTM; raise TypeError for other types."""
+    """Convert an initial state in the form of torch.nn, which is h or the pair (h, c) of an LSTM, to a RecurrentState.
+
+    Raise TypeError for other types.
+    """
     if isinstance(state, Tensor):
         return RecurrentState(state)
     parts = tuple(state) if isinstance(state, (tuple, list)) else ()

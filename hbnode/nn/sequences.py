@@ -224,15 +224,18 @@ class Sequences:
         return pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
 
     def at_samples(self, x: Tensor) -> Tensor:
-        """Pad x (batch, T, n) to (batch, total, n); set x to 0 at padding and at samples without observed values."""
+        """Pad x (batch, T, n) with zeros to (batch, total, n).
+
+        x is also set to 0 at the padding of each series, and at samples without observed values.
+        """
         x = x if self.any_observed is None else torch.where(self.any_observed.unsqueeze(-1), x, 0.0)
         return pad(x, (0, 0, 0, self.total - x.shape[1]))
 
     def backwards(self) -> tuple[Tensor, Sequences]:
-        """Return indices (batch, T) that reverse every series in time, and the reversed batch.
+        """Reverse every series in time; padding stays at the end, with the time of the last sample.
 
-        Times of the reversed batch are measured from the end of each series. Padding stays at the end, with the time of
-        the last sample.
+        Return the indices (batch, T) that reverse the samples, and the reversed batch. Its times are measured from the
+        end of each series.
         """
         positions = torch.arange(self.t.shape[1], device=self.t.device).expand(self.t.shape)
         order = positions.flip(1)
@@ -260,7 +263,10 @@ class Sequences:
         return pad(states, (0, 0, 0, self.total - states.shape[-2]))
 
     def _check_values(self, time_unit: float) -> None:
-        """Raise ValueError if times or samples are not valid. All checks together wait only once for a GPU."""
+        """Raise ValueError if times or samples are not valid, such as times that decrease.
+
+        All checks are made with one transfer from the GPU, because each transfer waits for it.
+        """
         t = self.t.detach()
         gaps = t.diff()
         is_lost, is_observed = has_lost_digits(t, gaps, time_unit), torch.isfinite(self.x.detach()).all()
@@ -289,9 +295,9 @@ def reorder(z: Tensor, order: Tensor) -> Tensor:
 
 
 def unpack(x: Any, lengths: Lengths | None, *others: Any) -> list[Any]:
-    """Convert packed sequences among x and ``others`` to padded tensors.
+    """Convert packed sequences among x and ``others`` to padded tensors; leave tensors unchanged.
 
-    Return a list: the lengths (those of the packed x, or ``lengths``), x, and the other tensors.
+    Return a list of the lengths, x, and the other tensors. The lengths are those of the packed x, or ``lengths``.
     """
     if not isinstance(x, PackedSequence):
         return [lengths, x, *others]
@@ -341,9 +347,9 @@ def refuse_both_directions(module: nn.Module, what: str) -> None:
 
 
 def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
-    """Check ``dt``, the times of a forecast since the time of a state; return them as a tensor (*shape, K).
+    """Check ``dt``, the times of a forecast measured from the time of a state.
 
-    ``shape`` is the batch shape of the state.
+    Return them as a tensor (*shape, K), where ``shape`` is the batch shape of the state.
     """
     times = torch.tensor(dt) if isinstance(dt, numbers.Real) else as_times(dt, "dt")
     if times.dim() == 0 or times.shape[-1] == 0 or (times.dim() > 1 and times.shape[:-1] != shape):
@@ -358,9 +364,9 @@ def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
 
 
 def checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
-    """Check ``at``, the times of predictions; return them as a tensor (batch, K) on the device of t.
+    """Check ``at``, the times of predictions, which have the origin and unit of the samples' times t (batch, T).
 
-    ``at`` and the times of the samples t (batch, T) have the same origin and unit.
+    Return them as a tensor (batch, K) on the device of t.
     """
     times = as_times(at, "at")
     if times.dim() not in (1, 2) or times.shape[-1] == 0 or (times.dim() == 2 and len(times) != len(t)):
