@@ -470,7 +470,7 @@ class _DecayMask:
                 new[1, width : width + BLOCK] = self.ell[-1, 1:, b]
 
         def by_chunk(x: Tensor) -> Tensor:
-            """Rearrange (..., chunks * rows) to (chunks, rows, ...)."""
+            """Rearrange (..., chunks * rows) to (chunks, rows, ...), where rows = batch * heads."""
             return x.reshape(-1, n).T.contiguous().view(count, heads, *x.shape[:-1])
 
         self.coefficients = by_chunk(g[1:, : self.parts].permute(2, 0, 1, 3))  # (..., blocks, BLOCK, parts)
@@ -512,7 +512,7 @@ class _DecayMask:
         g, ell, rows, parts = self.g, self.ell, self.by_block, self.parts
 
         def by_step(x: Tensor) -> Tensor:
-            """Rearrange (chunks, rows, ...) to (..., chunks * rows)."""
+            """Rearrange (chunks, rows, ...) to (..., chunks * rows), where rows = batch * heads."""
             return x.flatten(2).flatten(0, 1).T.contiguous().view(*x.shape[2:], -1)
 
         def from_blocks(x: Tensor) -> Tensor:

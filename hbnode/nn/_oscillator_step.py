@@ -619,9 +619,9 @@ def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Te
 
 
 def _path(matrices: Sequence[Entries], b: Sequence[Pair], start: Sequence[Tensor]) -> Pair:
-    """Return v and x at the starts of all chunks of a segment and after each of their steps.
+    """Run all chunks of a segment from their start states; return v and x at the starts and after each step.
 
-    Each has the shape (steps + 1, batch, chunks * P). ``start`` is the pair v, x at the starts of the chunks.
+    v and x are (steps + 1, batch, chunks * P) each. ``start`` is the pair v, x at the starts of the chunks.
     ``matrices`` holds the entries of the transition of each step, and ``b`` holds what each step adds to v and x.
     """
     v, x = (z.new_empty(len(matrices) + 1, len(z), b[0][0].shape[1]) for z in start)

@@ -335,9 +335,10 @@ class RecurrentBase(nn.Module):
             """Return the parameter with this name, such as ``weight_ih``."""
 
     def _suffixes(self) -> list[tuple[str, int]]:
-        """Return a list of pairs, one for each layer and direction: the suffix of its parameters' names and its input size.
+        """Return a list of pairs (suffix, input size), with a pair for each layer and direction.
 
-        The suffixes are those of torch.nn, such as "_l0_reverse"; a cell has the suffix "".
+        The parameters' names end with the suffix. The suffixes are those of torch.nn, such as "_l0_reverse"; a cell has
+        the suffix "".
         """
         return [("", self.input_size)]
 

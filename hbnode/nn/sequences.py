@@ -629,7 +629,7 @@ class TimedModule(ModuleWithConstants):
 
     @property
     def time_unit(self) -> float:
-        """The length of one unit of the module's time."""
+        """The length of the module's unit of time, in the unit of the user's times."""
         return float(self.get_constant("_time_unit"))
 
     @time_unit.setter

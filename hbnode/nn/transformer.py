@@ -94,7 +94,10 @@ class MomentumConnection(Connection):
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return x + g + β (x - x_{l-1}) with g the output ``update``, and a depth state that holds x."""
+        """Return x + g + β (x - x_{l-1}), where g is the output ``update`` of self-attention.
+
+        x_{l-1} is the x of the previous layer. Also return the new depth state, which holds x for the next layer.
+        """
         after = x + update
         if depth.previous is not None:
             after = after + self.momentum * (x - depth.previous)
@@ -131,7 +134,10 @@ class AdaptiveConnection(Connection):
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return x + g + β_l (x - x_{l-1}) with g the output ``update``, and a depth state that holds x and g."""
+        """Return x + g + β_l (x - x_{l-1}), where g is the output ``update`` of self-attention.
+
+        x_{l-1} is the x of the previous layer. Also return the new depth state, which holds x and g for the next layer.
+        """
         after = x + update
         if depth.previous is not None and depth.update is not None:
             after = after + self.momentum(update, depth.update) * (x - depth.previous)
@@ -180,7 +186,10 @@ class MomentumStateConnection(Connection):
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return x + s v with v = β v + g and g the output ``update``, and a depth state that holds v."""
+        """Return x + s v' with the new velocity v' = β v + g, where g is the output ``update`` of self-attention.
+
+        Also return the new depth state, which holds v' for the next layer.
+        """
         velocity = update if depth.velocity is None else self.momentum * depth.velocity + update
         return x + self.step_size * velocity, dataclasses.replace(depth, velocity=velocity)
 
@@ -213,23 +222,26 @@ class HeavyBallConnection(Connection):
 
     @property
     def momentum(self) -> Tensor:
-        """The current β (2,), of attention and of the other sublayers."""
+        """The current momentum coefficients β (2,): that of self-attention, then that of the other sublayers."""
         zero = torch.zeros_like(self.log_step_size)
         return zero if self.momentum_logit is None else torch.sigmoid(self.momentum_logit)
 
     @property
     def step_size(self) -> Tensor:
-        """The current γ (2,), of attention and of the other sublayers."""
+        """The current step sizes γ (2,): that of self-attention, then that of the other sublayers."""
         return self.log_step_size.exp()
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return x + v with v = β v + γ g and g the output ``update``, and a depth state that holds v."""
+        """Return x + v' with the new velocity v' = β v + γ g, where g is the output ``update`` of self-attention.
+
+        Also return the new depth state, which holds v' for the next sublayer.
+        """
         return self._move(x, update, depth, 0)
 
     @override
     def feedforward(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Compute the equation of :meth:`attention` with the β and γ of the other sublayers."""
+        """Do the same as :meth:`attention` for another sublayer, with the β and γ of these sublayers."""
         return self._move(x, update, depth, 1)
 
     def _move(self, x: Tensor, update: Tensor, depth: DepthState, sublayer: int) -> tuple[Tensor, DepthState]:
@@ -352,7 +364,10 @@ def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[st
 
 
 def _with_rotary(kind: AttentionName | MakeAttention, options: Mapping[str, Any], rotary: bool) -> dict[str, Any]:
-    """Return ``options``, with ``rotary`` added if ``kind`` is softmax attention and does not set it itself."""
+    """Return the attention options, with ``rotary`` added if it applies.
+
+    It applies if ``kind`` is softmax attention and does not set ``rotary`` itself.
+    """
     make, own = _unwrap(kind)
     is_free = make is SoftmaxAttention and "rotary" not in own
     return ({"rotary": rotary} if is_free else {}) | dict(options)
