@@ -34,7 +34,7 @@ class LogZ(NamedTuple):
 
 
 class _Paths(NamedTuple):
-    """The state of n paths after a step; the first dimension of each tensor is n."""
+    """The state of n paths after a leapfrog step. The first dimension of each tensor is n."""
 
     x: Tensor
     m: Tensor
@@ -298,7 +298,10 @@ class HeavyBallAnnealing(nn.Module):
         return self.bound(n, seed=seed)
 
     def _run(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the final points (n, d) and log weights (n,) of paths that start at x (n, d)."""
+        """Run all annealing steps, with the paths starting at the points x (n, d).
+
+        Return the final points (n, d), and the log weights (n,) of the paths.
+        """
         schedule, step_size = self.schedule.to(x.dtype), self.step_size.to(x.dtype)
         gamma = self.damping.to(x.dtype)
         # for γ = inf, the backward pass would multiply inf by the gradient 0 of the exponential, which is NaN
@@ -318,9 +321,9 @@ class HeavyBallAnnealing(nn.Module):
         return state.x, log_weight
 
     def _step(self, state: _Paths, k: int, schedule: Tensor, size: Tensor, decay: Tensor, noise: Tensor) -> _Paths:
-        """Refresh the momentum and make leapfrog step k.
+        """Partially refresh the momentum of the paths, then make leapfrog step k; return their new state.
 
-        ``decay`` and ``noise`` are the factors of the old momentum and of ξ_k in the refreshment.
+        ``decay`` is the factor of the old momentum in the refreshment, and ``noise`` is the factor of the noise ξ_k.
         """
         m = decay * state.m + noise * torch.randn_like(state.m)
         x = state.x + size * (m + size / 2 * state.force)
@@ -336,7 +339,10 @@ class HeavyBallAnnealing(nn.Module):
         return _Paths(x, m + kick, force, log_density, kinetic, steps, is_force)
 
     def _force(self, x: Tensor, k: int, schedule: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the force f_k (n, d) and the annealed log density (n,) at x (n, d)."""
+        """Return the force f_k (n, d) at the points x (n, d), and the log of the annealed density at x, (n,).
+
+        k is the number of the step, and ``schedule`` is β.
+        """
         is_differentiated = torch.is_grad_enabled()
         with torch.enable_grad():
             at = x if is_differentiated and x.requires_grad else x.detach().requires_grad_()
@@ -425,7 +431,7 @@ class HeavyBallAnnealing(nn.Module):
 
 
 def _event_size(prior: object) -> int:
-    """Return the dimension d of the prior; raise an error unless it is a distribution on R^d."""
+    """Return the dimension d of the prior; raise an error unless ``prior`` is a distribution on R^d."""
     if not isinstance(prior, Distribution):
         raise TypeError(f"prior must be a torch.distributions object, got {type(prior).__name__}. Fix: {_NORMAL}.")
     batch, event = tuple(prior.batch_shape), tuple(prior.event_shape)
@@ -460,7 +466,10 @@ def _as_log(value: float | Tensor, dim: int, name: str, usual: float) -> Tensor:
 
 
 def _as_log_increments(schedule: Tensor | Sequence[float] | None, steps: int, is_learned: bool) -> Tensor:
-    """Check a schedule β; return log(β_k - β_{k-1}) for its steps k, up to an additive constant, (steps,)."""
+    """Check a schedule β, or make the default one; return log(β_k - β_{k-1}) for its steps k, (steps,).
+
+    The logarithms are correct up to an additive constant.
+    """
     if schedule is None:
         return torch.zeros(steps)
     fix = f"Fix: torch.linspace(0, 1, {steps + 1}), or leave it out."

@@ -29,7 +29,7 @@ GRADIENTS = ("reversible", "checkpoint", "direct")
 
 
 class _Conditioned(Field):
-    """The base class of second-order fields on h = [position, condition], where the condition is constant in time.
+    """The base class of second-order fields with the state h = [position, condition], where the condition is constant.
 
     Because the condition is part of the state, every gradient mode of :func:`hbnode.odeint` computes its gradient.
     """
@@ -53,11 +53,11 @@ class _Conditioned(Field):
 
 
 class ConditionedHBNODE(_Conditioned, HBNODE):
-    """An HBNODE on h = [position, condition], where the condition is constant."""
+    """An HBNODE whose state h = [position, condition] contains a condition that stays constant in time."""
 
 
 class ConditionedGHBNODE(_Conditioned, GHBNODE):
-    """A GHBNODE on h = [position, condition], where the condition is constant."""
+    """A GHBNODE whose state h = [position, condition] contains a condition that stays constant in time."""
 
     def __init__(self, func: Callable[..., Tensor], dim: int, condition_dim: int, **options: Any) -> None:
         super().__init__(func, dim, condition_dim, **options)

@@ -64,7 +64,10 @@ def reference(options: tuple[Any, int], q: Tensor, k: Tensor, v: Tensor, *gates_
         log_decay = torch.zeros_like(q[..., 0], dtype=s.dtype)
 
     def chunks(x: Tensor) -> Tensor:
-        """Divide x (batch, heads, length, n) into chunks; return (batch, heads, chunks, C, n), padded with zeros."""
+        """Pad x (batch, heads, length, n) with zeros, and divide its steps into chunks of C steps.
+
+        Return a tensor (batch, heads, chunks, C, n).
+        """
         # graphs with dynamic shapes need a contiguous tensor
         return pad(x.to(s.dtype).contiguous(), (0, 0, 0, -length % size)).unflatten(2, (-1, size))
 
@@ -105,7 +108,7 @@ def reference(options: tuple[Any, int], q: Tensor, k: Tensor, v: Tensor, *gates_
 
 
 def _gate_products(log_gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors of products of gates, given the logarithms of C gates (..., C, 1).
+    """Return two tensors of products of gates, given the logarithms of the gates of C steps (..., C, 1).
 
     Row r and column c of the first, (..., C, C), is the product of the gates i with c < i ≤ r. Row r of the second,
     (..., C, 1), is the product of the gates i ≤ r. The logarithms of each product are summed separately: a difference
@@ -117,9 +120,9 @@ def _gate_products(log_gate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _weigh_parts(weights: Tensor, x: Tensor) -> Tensor:
-    """Scale the rows of x (..., C, D) by each of the n columns of ``weights`` (..., C, n).
+    """Multiply each row of x (..., C, D) by each of the n weights in the same row of ``weights`` (..., C, n).
 
-    Return the n scaled copies of x next to each other, (..., C, n D).
+    Return the n scaled copies of x, concatenated along the last dimension to (..., C, n D).
     """
     return torch.cat([weight * x for weight in weights.split(1, -1)], -1)
 
@@ -127,7 +130,10 @@ def _weigh_parts(weights: Tensor, x: Tensor) -> Tensor:
 def forward(
     options: tuple[Any, int], keep: bool, q: Tensor, k: Tensor, v: Tensor, *gates_and_state: Tensor | None
 ) -> tuple[Outputs, list[Tensor]]:
-    """Return the results of :func:`reference`, and a list of residuals for the VJP, empty unless ``keep`` is True."""
+    """Compute the outputs and the final S and P that :func:`reference` returns, without an autograd graph.
+
+    Return them, and the list of tensors that :func:`vjp` needs. The list is empty unless ``keep`` is True.
+    """
     *gates, s, p = gates_and_state
     assert s is not None
     chunks = _Chunks(options, q, k, gates, s.dtype)
@@ -157,7 +163,10 @@ def forward(
 
 
 def residual_shapes(options: tuple[Any, int], q: Tensor, v: Tensor, has_momentum: bool) -> list[tuple[int, ...]]:
-    """Return the shapes (chunks, rows, ...) of the residuals: the state before each chunk and, with a delta rule, E."""
+    """Return the shapes of the tensors saved for backward: the state before each chunk and, with a delta rule, E.
+
+    The first two dimensions of each are chunks and rows = batch * heads.
+    """
     (batch, heads, length, dim), width = q.shape, v.shape[-1]
     size = _chunk_size(options[1], length)
     count, rows = (length + size - 1) // size, batch * heads
@@ -168,7 +177,7 @@ def residual_shapes(options: tuple[Any, int], q: Tensor, v: Tensor, has_momentum
 def _chunk_size(size: int, length: int) -> int:
     """Return the number of steps per chunk: the smaller of ``size`` and ``length``, rounded up to a multiple of BLOCK.
 
-    The length may be symbolic.
+    While torch.compile or torch.export records the program, ``length`` may be a symbolic integer.
     """
     return (torch.sym_min(size, length) + BLOCK - 1) // BLOCK * BLOCK
 
@@ -176,7 +185,8 @@ def _chunk_size(size: int, length: int) -> int:
 def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, needed: Any) -> tuple[Tensor | None, ...]:
     """Return the gradients with respect to ``tensors``: q, k, v, log μ, log α, s, η, and the initial S and P.
 
-    ``grads`` are the gradients of the outputs and of the final S and P. ``needed`` holds a bool for each argument.
+    ``grads`` are the gradients of the outputs and of the final S and P. ``needed`` holds, for each of ``tensors``,
+    whether its gradient is needed; the result may have None for the others.
     """
     q, k, v, *gates, s, p = tensors
     chunks = _Chunks(options, q, k, gates, s.dtype)
@@ -245,7 +255,7 @@ def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, need
 
 
 class _Span(NamedTuple):
-    """A range of sequences and a range of their chunks, which are computed together."""
+    """A range of sequences of the batch, and a range of the chunks of these sequences. They are computed together."""
 
     batch: slice
     chunks: slice
@@ -253,7 +263,10 @@ class _Span(NamedTuple):
 
 
 class _Matrices(NamedTuple):
-    """The matrices of the chunks of a span, each (chunks, rows, ...); the module docstring defines them."""
+    """The matrices that the module docstring defines, for all chunks of a span.
+
+    Each tensor has the shape (chunks, rows, ...), with rows = batch * heads. The comments give the last dimensions.
+    """
 
     k: Tensor  # K (C, D)
     k_tilde: Tensor  # K̃ (C, D)
@@ -270,9 +283,10 @@ class _Matrices(NamedTuple):
 
 
 class _Chunks:
-    """The tensors of one call, divided into chunks, with methods that convert other tensors to chunks and back.
+    """The inputs of one call of the delta rule, divided into chunks.
 
-    It also computes the matrices of each chunk, which the module docstring defines.
+    Its methods divide other tensors into chunks, join chunks, and compute the matrices that the module docstring
+    defines.
     """
 
     def __init__(
@@ -298,7 +312,11 @@ class _Chunks:
         self.mask = _DecayMask(self.by_chunk(alpha, 1.0), momentum)
 
     def spans(self) -> list[list[_Span]]:
-        """Divide the batch into groups of sequences; return, for each group, the list of its spans in order of time."""
+        """Divide the batch into groups of sequences, and the chunks of each group into spans.
+
+        The chunks of a span are computed together. Return a list that holds, for each group, the list of its spans in
+        order of time.
+        """
         sequences, chunks = self.batch, self.count
         if self.q.device.type == "cpu":
             sequences = min(self.batch, max(1, CHUNKS_AT_ONCE // self.heads))
@@ -314,9 +332,9 @@ class _Chunks:
         return found
 
     def load(self, x: Tensor, span: _Span, out: Tensor | None = None) -> Tensor:
-        """Return a span of x (batch, heads, length, n) as chunks (chunks, batch * heads, C, n), padded with zeros.
+        """Copy the steps of a span out of x (batch, heads, length, n), padded with zeros to whole chunks.
 
-        The result is written to ``out`` if that is given.
+        Return them as a tensor (chunks, batch * heads, C, n), which is ``out`` if that is given.
         """
         start, stop = span.chunks.start * self.size, span.chunks.stop * self.size
         x = x[span.batch, :, start:stop]
@@ -337,7 +355,10 @@ class _Chunks:
             out.copy_(x.flatten(2, 3)[:, :, : out.shape[2]])
 
     def by_chunk(self, gate: Tensor, after: float = 0.0) -> Tensor:
-        """Divide a gate (batch, heads, length) into chunks (chunks, batch * heads, C), padded with ``after``."""
+        """Divide the values of a gate (batch, heads, length) into chunks (chunks, batch * heads, C).
+
+        The last chunk is padded with the value ``after``.
+        """
         gate = pad(gate.flatten(0, 1), (0, self.count * self.size - self.length), value=after)
         return gate.unflatten(1, (-1, self.size)).transpose(0, 1).contiguous()
 
@@ -449,7 +470,7 @@ class _DecayMask:
                 new[1, width : width + BLOCK] = self.ell[-1, 1:, b]
 
         def by_chunk(x: Tensor) -> Tensor:
-            """Rearrange (..., chunks * rows) to (chunks, rows, ...)."""
+            """Rearrange (..., chunks * rows) to (chunks, rows, ...), where rows = batch * heads."""
             return x.reshape(-1, n).T.contiguous().view(count, heads, *x.shape[:-1])
 
         self.coefficients = by_chunk(g[1:, : self.parts].permute(2, 0, 1, 3))  # (..., blocks, BLOCK, parts)
@@ -457,9 +478,10 @@ class _DecayMask:
         self.rows = by_chunk(rows)  # g and l before each block, and after all (..., blocks + 1, parts, parts + C)
 
     def matrix(self, span: _Span) -> tuple[Tensor, Tensor]:
-        """Return two tensors of weights for the chunks of a span, each (chunks, rows, ...).
+        """Return the weights of the decay mask for the chunks of a span, as two tensors (chunks, rows, ...).
 
-        The first holds g after each step (C, parts + C), the second g and l after the last step (parts, parts + C).
+        The first holds the weights g after each step, (C, parts + C). The second holds the weights g and l after the
+        last step, (parts, parts + C). The module docstring defines these weights.
         """
         coefficients, rows = self.coefficients[span.at], self.rows[span.at]
         g = torch.bmm(coefficients.flatten(0, 2), rows[:, :, :-1].flatten(0, 2))
@@ -468,9 +490,9 @@ class _DecayMask:
         return g, rows[:, :, -1]
 
     def matrix_vjp(self, span: _Span, dg: Tensor, dlast: Tensor, grads: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Compute the VJP of ``matrix``: write the gradients of coefficients, inner and rows into ``grads``.
+        """Compute the VJP of :meth:`matrix`; write the gradients of coefficients, inner and rows into ``grads``.
 
-        ``dg`` and ``dlast`` are the gradients of the two results of ``matrix``.
+        ``dg`` and ``dlast`` are the gradients of the two results of :meth:`matrix`.
         """
         dcoefficients, dinner, drows = (x[span.at] for x in grads)
         coefficients, rows = self.coefficients[span.at].flatten(0, 2), self.rows[span.at][:, :, :-1].flatten(0, 2)
@@ -482,11 +504,15 @@ class _DecayMask:
         drows[:, :, -1] = dlast.view_as(drows[:, :, -1])
 
     def vjp(self, dcoefficients: Tensor, dinner: Tensor, drows: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of α, μ and s (chunks, rows, C); those of μ and s are None without momentum."""
+        """Return the gradients of the gates α, μ and s, each (chunks, rows, C).
+
+        The gradients of μ and s are None without momentum. The arguments are the gradients of the attributes
+        ``coefficients``, ``inner`` and ``rows``.
+        """
         g, ell, rows, parts = self.g, self.ell, self.by_block, self.parts
 
         def by_step(x: Tensor) -> Tensor:
-            """Rearrange (chunks, rows, ...) to (..., chunks * rows)."""
+            """Rearrange (chunks, rows, ...) to (..., chunks * rows), where rows = batch * heads."""
             return x.flatten(2).flatten(0, 1).T.contiguous().view(*x.shape[2:], -1)
 
         def from_blocks(x: Tensor) -> Tensor:
@@ -494,7 +520,10 @@ class _DecayMask:
             return x.transpose(0, 1).flatten(0, 1).T.unflatten(0, (self.count, -1))
 
         def block_columns(rows: Tensor) -> Tensor:
-            """Select, from the weights after each block, those of the block's steps e_r; return (BLOCK, blocks, n)."""
+            """Select, from the weights after each block, the weights of the terms e_r of the block's steps r.
+
+            Return them as a tensor (BLOCK, blocks, n).
+            """
             return rows[:, parts:].unflatten(1, (-1, BLOCK)).diagonal(dim1=0, dim2=1).permute(0, 2, 1)
 
         drows = by_step(drows)
@@ -527,9 +556,10 @@ class _DecayMask:
 
 
 def _carry(carry: Tensor, state: Tensor, new: Tensor | None = None) -> Tensor:
-    """Return carry state + new: the weighted sums of the old S and P in the state, plus ``new`` if it is given.
+    """Multiply the state before a chunk by the weights ``carry``, and add ``new`` if it is given.
 
-    The state and ``new`` are (rows, parts D, M), and ``carry`` (rows, parts, parts) holds the weights of S and P.
+    The state and ``new`` hold S and P, stacked, (rows, parts D, M). ``carry`` (rows, parts, parts) holds the weights of
+    the old S and P in the new S and P.
     """
     shape = (*carry.shape[:2], -1)
     if new is None:
@@ -547,9 +577,9 @@ def _diagonal(g: Tensor, parts: int) -> Tensor:
 
 
 def _outer(weights: Tensor, x: Tensor) -> Tensor:
-    """Scale the rows of x (..., R, D) by each column of ``weights`` (..., R, parts).
+    """Multiply each row of x (..., R, D) by each of the weights in the same row of ``weights`` (..., R, parts).
 
-    Return the scaled copies of x next to each other, (..., R, parts D).
+    Return the scaled copies of x, concatenated along the last dimension to (..., R, parts D).
     """
     out = x.new_empty(*weights.shape, x.shape[-1])
     for part, weight in enumerate(weights.unbind(-1)):  # faster than one broadcast product
@@ -558,9 +588,9 @@ def _outer(weights: Tensor, x: Tensor) -> Tensor:
 
 
 def _inner(x: Tensor, y: Tensor, parts: int) -> Tensor:
-    """Return the inner products of each row of y (..., R, D) with the parts of the same row of x (..., R, parts D).
+    """Divide each row of x (..., R, parts D) into parts of D elements; multiply each part by the same row of y.
 
-    A part of a row of x has D elements. The result is (..., R, parts).
+    The products are inner products. y is (..., R, D), and the result is (..., R, parts).
     """
     return (x.unflatten(-1, (parts, -1)) * y.unsqueeze(-2)).sum(-1)
 

@@ -52,7 +52,10 @@ aten = torch.ops.aten
 
 
 class FallbackError(Exception):
-    """The error of a failed fused solve. The reference then repeats the solve and raises an error for the user."""
+    """The error of a fused solve that failed.
+
+    The caller catches it and repeats the solve with the reference, which raises an error with advice for the user.
+    """
 
 
 class Solver(NamedTuple):
@@ -85,7 +88,7 @@ _CALLS = {"forward", "evaluate", "force", "friction"}
 
 
 def is_unmodified(module: Any) -> bool:
-    """Return whether calling a module runs only the forward method of a known class, without hooks or overrides."""
+    """Return whether a call of ``module`` runs only the forward method of a known class, without hooks or overrides."""
     kind: Any = type(module)
     if kind not in _FORWARD or kind.forward is not _FORWARD[kind] or module._compiled_call_impl is not None:
         return False
@@ -95,7 +98,10 @@ def is_unmodified(module: Any) -> bool:
 
 
 def known_layers(net: Any) -> list[nn.Module] | None:
-    """Return a flat list of the layers of a network, nested networks included; None if a layer is not supported."""
+    """Return a flat list of the layers of a network, including the layers of nested networks.
+
+    Return None if the network has a layer that the fused implementation does not support.
+    """
     if not is_unmodified(net) or (isinstance(net, MLP) and net.time_dependent):
         return None
     if isinstance(net, MLP):
@@ -140,7 +146,7 @@ class Parameters(NamedTuple):
 
 
 class GradAccumulator:
-    """The gradients of all :class:`Parameters` except s and gates, summed over the steps of a backward pass.
+    """The gradients of all :class:`Parameters` except ``s`` and ``gates``, summed over the steps of a backward pass.
 
     Autograd adds to the gradient of a weight at every use of its layer. This class collects the inputs of the layer and
     the gradients of its outputs, and computes the gradient of the weight as one matrix product for many uses.
@@ -183,9 +189,9 @@ class Network:
         self.sizes = (self.weights[0].shape[1], self.weights[-2].shape[0]) if self.weights else None
 
     def __call__(self, x: Tensor, weights: Weights, residuals: list[Tensor]) -> Tensor:
-        """Return the output for x (batch, n).
+        """Return the output of the network for the input x (batch, n).
 
-        The inputs of linear layers and the outputs of activations are appended to ``residuals``.
+        The inputs of linear layers and the outputs of activations are appended to ``residuals`` for the VJP.
         """
         index = 2
         for activation in self.activations:
@@ -292,7 +298,10 @@ class FusedCell(NamedTuple):
     def vjp(
         self, gradient: Tensor, residuals: tuple[Tensor, ...], weights: Weights, sums: GradAccumulator, at_gates: Tensor
     ) -> Tensor:
-        """Return the gradient with respect to the state s; write the gradient of W_ih x + b_ih to ``at_gates``."""
+        """Compute the VJP of a cell's update: from the gradient of the new state, return that of the old state s.
+
+        The gradient of W_ih x + b_ih is written to ``at_gates``. Those of the other parameters are added to ``sums``.
+        """
         if not self.is_gru:
             s, new = residuals
             at_own = at_gates.copy_(aten.tanh_backward.default(gradient, new))
@@ -334,7 +343,11 @@ class FusedStep(NamedTuple):
     stages: Sequence[Stage] = ()
 
     def end(self, y: Tensor, after: Tensor) -> Tensor:
-        """Return y (batch, width), with ``after`` in place of the states of the samples whose step was accepted."""
+        """Return the states of all samples after the step, (batch, width).
+
+        y holds the states of all samples before it. ``after`` holds the result of the step for the samples that took
+        it. A sample keeps its row of y unless its step was accepted.
+        """
         if self.accepted is not None:
             after = torch.where(self.accepted, after, self.y)
         return after if self.samples is None else y.index_copy(0, self.samples, after)
@@ -385,7 +398,11 @@ class FusedODERNN:
         self.group: tuple[int, Sequence[Tensor]] = (-1, ())  # last group of table rows: its number and coefficients
 
     def make_fixed_steps(self) -> tuple[np.ndarray, list[list[FusedStep]]]:
-        """Return the table of step sizes for equal steps, (steps, batch), and a list of the steps of each gap."""
+        """Divide each gap into equal steps; return a table of all step sizes, and the steps of each gap.
+
+        The table is an array (steps, batch) with the steps of all gaps in order. The second result has, for each gap, a
+        list of its :class:`FusedStep` objects.
+        """
         count = np.full(self.lengths.shape, self.settings.steps)
         if self.solver.step_size is not None:
             count = steps_needed(self.times.detach().cpu().double(), self.solver.step_size).T.numpy().astype(int)
@@ -524,9 +541,10 @@ class FusedODERNN:
         raise FallbackError
 
     def ratio(self, y: Tensor, after: Tensor, error: Any) -> np.ndarray:
-        """Return the error norm of a step for each sample: the root mean square of error / tolerance over features.
+        """Return the error norm of a step for each sample, as a NumPy array.
 
-        y and ``after`` are the states before and after the step, from which the tolerances are computed.
+        The norm is the root mean square of error / tolerance over the features. The tolerances are computed from y and
+        ``after``, the states before and after the step.
         """
         scale = torch.maximum(y[:, : self.size].abs(), after[:, : self.size].abs())
         scale = scale.mul_(self.settings.rtol).add_(self.settings.atol).view(len(y), -1, self.row)
@@ -568,10 +586,10 @@ class FusedODERNN:
         return torch.tanh(m) if self.equation.is_bounded else m
 
     def coefficients(self, step: FusedStep, p: Parameters) -> Tensor:
-        """Return the method's coefficients for the sizes of a step, differentiable in γ if gradients are enabled.
+        """Return the method's coefficients for the step sizes ``step.sizes``, one size per sample.
 
-        Without gradients, and if the sizes are in the table of step sizes, the coefficients of many rows of the table
-        are computed together and stored for the next steps.
+        They are differentiable in γ if gradients are enabled. Otherwise, if the sizes are in the table of step sizes,
+        the coefficients of many rows of the table are computed together and stored for the next steps.
         """
         if torch.is_grad_enabled():  # differentiable with respect to γ
             packed = self.method.packed(torch, p.damping.cpu(), torch.from_numpy(step.sizes), error=self.is_adaptive)
@@ -735,10 +753,11 @@ class Run:
 
     @np.errstate(all="ignore")  # steps that are not finite are rejected
     def forward(self, s: Tensor, p: Parameters, samples: range, *, save: bool) -> tuple[Any, ...]:
-        """Run over the time steps ``samples`` from the state s; return the states before and after each update.
+        """Solve the gaps and apply the cell at the time steps ``samples``, starting from the state s.
 
-        The third result is the list of records. If an earlier pass recorded the time steps, its step sizes are used.
-        ``save`` is whether the records hold the residuals for the backward pass.
+        Return three tuples with an entry for each time step: the state before the cell's update, the state after it,
+        and the record of the step. If the solve was recorded before, the recorded step sizes are used again. ``save``
+        is whether the records hold the residuals for the backward pass.
         """
         found: list[tuple[Any, ...]] = []
         residuals: tuple[Tensor, ...] = ()
@@ -755,10 +774,10 @@ class Run:
         return tuple(zip(*found, strict=True))
 
     def backward(self, p: Parameters, starts: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
-        """Run from the last time step to the first; return a list of the gradients of the parameters p.
+        """Compute the VJP of :func:`reference`, from the last time step to the first.
 
-        ``starts`` are the states at the starts of the segments. ``grads`` are the gradients of the two results of
-        :func:`reference`; None stands for zeros.
+        Return a list of the gradients of its inputs. ``starts`` are the states at the starts of all segments but the
+        first. ``grads`` are the gradients of its two results; None stands for zeros.
         """
         fused, sums, g, count = self.fused, GradAccumulator(p.weights), torch.zeros_like(p.s), len(self.gaps)
         at_gates = None if p.gates is None else torch.empty_like(p.gates)
@@ -787,7 +806,10 @@ class Run:
 
 
 def reference(run: Run, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-    """Repeat the recorded steps with autograd; return the states before and after each update, (T, batch, S) each."""
+    """Repeat the recorded steps with autograd; return the states before and after each update, (T, batch, S) each.
+
+    The second result is None without a cell.
+    """
     p = Parameters._make((*inputs[:5], inputs[5:]))
     before, after, _ = run.forward(p.s, p, range(len(run.gaps)), save=False)
     return torch.stack(before), None if run.cell is None else torch.stack(after)
@@ -827,8 +849,8 @@ class _FusedGaps(torch.autograd.Function):
 def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | None:
     """Return the fused implementation of a layer, or None if the reference must be used.
 
-    The reference is needed for unknown networks, for torchdiffeq's methods and for methods with options. It is also
-    needed under function transforms, hooks, autocast and ``record_steps``, and for gradients with respect to times.
+    The reference is :class:`hbnode.nn.ode_rnn.IntervalSolver`. It is needed for unknown networks, for torchdiffeq's
+    methods, for methods with options, and if :func:`must_record` is True.
     """
     settings, field, kind = solver.settings, layer.field, type(layer.field)
     if kind not in FIELDS or not is_unmodified(field) or field.time_dependent or must_record(s, times):
@@ -853,8 +875,8 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
 def must_record(s: Tensor, times: Tensor) -> bool:
     """Return whether a solve must call torch's operations one by one, so that it cannot be fused.
 
-    This holds while a graph is traced, in function transforms, under autocast, with hooks, with ``record_steps``, and
-    if times require gradients.
+    This holds while torch.compile, torch.export or torch.jit.trace records the program, under transforms of torch.func,
+    autocast and global module hooks, inside ``record_steps``, and if gradients with respect to the times are needed.
     """
     if _torch.needs_reference() or open_records or _torch.has_global_hooks():
         return True
@@ -862,7 +884,7 @@ def must_record(s: Tensor, times: Tensor) -> bool:
 
 
 def has_fused_steps(name: str, field: Any, s: Tensor, times: Tensor, solver: Solver) -> bool:
-    """Return whether this module implements the steps of the method ``name`` for a field, with these settings."""
+    """Return whether this module implements the steps of the method ``name`` for this field and these settings."""
     settings, method, kind = solver.settings, METHODS.get(name), type(field)
     if s.dtype not in (torch.float32, torch.float64) or getattr(field, "activation", torch.tanh) is not torch.tanh:
         return False
@@ -880,7 +902,7 @@ def has_fused_steps(name: str, field: Any, s: Tensor, times: Tensor, solver: Sol
 
 
 def fused_cell(cell: Any) -> FusedCell | None:
-    """Return the :class:`FusedCell` of a torch.nn.GRUCell or tanh RNNCell; None for any other cell."""
+    """Return a :class:`FusedCell` with the weights of a torch.nn.GRUCell or tanh RNNCell; None for any other cell."""
     if not isinstance(cell, nn.RNNCellBase) or getattr(cell, "nonlinearity", "tanh") != "tanh":
         return None
     if not is_unmodified(cell):

@@ -147,7 +147,8 @@ def _by_segments(
 ) -> tuple[Tensor, MomentumAttentionState]:
     """Compute :func:`momentum_attention` segment by segment, for sequences of more than one key.
 
-    A segment has several chunks of ``size`` keys. ``rates`` are β and γ. Return the outputs and the last state.
+    A segment has several chunks of ``size`` keys. ``qkv`` are queries, keys and values, and ``rates`` are β and γ.
+    Return the outputs, and the state after the last key.
     """
     (_, k, v), (beta, gamma) = qkv, rates
     has_p, after = isinstance(beta, Tensor) or beta != 0, [state.s, state.p, state.z]
@@ -174,7 +175,10 @@ def _by_segments(
 
 
 def _divide(k: Tensor, size: int, causal: bool) -> tuple[int, list[int]]:
-    """Divide keys k into chunks and segments; return the number of keys per chunk, and a list of those per segment."""
+    """Divide keys k (batch, heads, length, dim) into chunks and segments.
+
+    Return the number of keys in a chunk, and a list with the number of keys in each segment.
+    """
     length = k.shape[2]
     # comparisons instead of min and %: torch.compile takes long to simplify symbolic expressions of these
     if not causal or exports_any(length) or length <= size:  # a variable number of chunks cannot be exported
@@ -209,7 +213,10 @@ _feature_map = fast_form(_feature_map_reference, lambda _, x, phi, grads, needed
 def _features(
     q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, causal: bool, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return φ(q), φ(k) and v in the given dtype, with zeros for the φ(k) and v of ignored keys."""
+    """Return a list of φ(q), φ(k) and v in the given dtype.
+
+    φ(k) and v are 0 for the keys that the mask ``ignored`` marks with True, so that these keys have no effect.
+    """
     if ignored is not None:  # 0 * NaN is NaN
         mask = ignored[:, None, :, None]
         k, v = k.masked_fill(mask, 0.0), v.masked_fill(mask, 0.0)
@@ -221,7 +228,10 @@ def _features(
 def _recurrence(
     qkv: list[Tensor], rates: tuple[Rate, Rate], ignored: Tensor | None, state: MomentumAttentionState, eps: float
 ) -> tuple[Tensor, MomentumAttentionState]:
-    """Compute the recurrence of :func:`momentum_attention` for sequences of length 0 or 1."""
+    """Compute :func:`momentum_attention` for sequences of length 0 or 1, by one step of the recurrence.
+
+    ``qkv`` are φ(q), φ(k) and v. ``rates`` are β and γ. Return the outputs, and the state after the key.
+    """
     (q, k, v), s, p, z = qkv, state.s, state.p, state.z
     if k.shape[2]:
         beta, gamma = (x.to(k.dtype).reshape(-1, 1, 1) if isinstance(x, Tensor) else x for x in rates)
@@ -278,9 +288,10 @@ def _chunkwise(options: tuple[bool, bool, float, int], *tensors: Any) -> tuple[T
 
 
 def _denominator(below: Tensor, eps: float) -> Tensor:
-    """Return the denominator ``below`` + ε of the outputs.
+    """Return the denominator of the attention outputs, ``below`` + ε.
 
-    If ε = 0, return infinity where ``below`` is 0, so that outputs before the first key are 0.
+    ``below`` is the product of φ(q) and the sum of φ(k) over the keys. If ε = 0, return infinity where ``below`` is 0,
+    so that outputs before the first key are 0.
     """
     return below + eps if eps else below.masked_fill(below == 0, math.inf)
 

@@ -37,14 +37,17 @@ class _Group(NamedTuple):
     is_padding: Tensor  # whether a step is padding (g, L)
 
     def pad(self, x: Tensor) -> Tensor:
-        """Select the group from the packed row x (1, heads, length, ...); return (g, heads, L, ...), zero-padded."""
+        """Take the g sequences of this group out of the packed row x (1, heads, length, ...).
+
+        Return them as a tensor (g, heads, L, ...), in which each sequence is padded with zeros to length L.
+        """
         x = x.squeeze(0).index_select(1, self.steps.flatten()).unflatten(1, self.steps.shape).transpose(0, 1)
         is_padding = self.is_padding.unsqueeze(1)
         return x.masked_fill(is_padding.unsqueeze(-1) if x.dim() == 4 else is_padding, 0.0)
 
 
 class _Packing:
-    """The groups of packed sequences, and the indices that map the groups back to the packed row."""
+    """The groups of packed sequences, and the indices that put the results of all groups back into one row."""
 
     def __init__(self, cu_seqlens: Tensor, length: int, device: torch.device) -> None:
         ends = plain(cu_seqlens).tolist()
@@ -74,7 +77,10 @@ class _Packing:
         self.places, self.order = places.to(device), order.argsort().to(device)
 
     def join(self, parts: Sequence[Any]) -> Tensor | None:
-        """Join ``parts``, a tensor (g, heads, L, ...) for each group, to the packed row (1, heads, length, ...)."""
+        """Put the sequences of all groups back into one packed row (1, heads, length, ...), without their padding.
+
+        ``parts`` holds a tensor (g, heads, L, ...) for each group.
+        """
         if parts[0] is None:
             return None
         return torch.cat([x.transpose(0, 1).flatten(1, 2) for x in parts], 1).index_select(1, self.places).unsqueeze(0)
@@ -86,7 +92,8 @@ class _Packing:
 def over_sequences(run: Run, cu_seqlens: Tensor | None, steps: Tensors, states: Tensors) -> tuple[Tensors, Tensors]:
     """Return ``run(steps, states)``; for packed sequences, call ``run`` on each padded group and join the results.
 
-    ``steps`` are tensors with an entry per step. ``states`` are tensors with an entry per sequence.
+    ``steps`` is a list of tensors with an entry for each step, such as keys. ``states`` is a list of tensors with an
+    entry for each sequence. Packed sequences are those with a ``cu_seqlens`` that is not None.
     """
     if cu_seqlens is None:
         return run(steps, states)
@@ -108,7 +115,8 @@ def over_sequences(run: Run, cu_seqlens: Tensor | None, steps: Tensors, states: 
 def by_group(run: Callable[..., Outputs], options: Any, cu_seqlens: Tensor | None, *tensors: Tensor | None) -> Outputs:
     """Call ``run(options, *tensors)`` on each padded group of the packed sequences, and join the results.
 
-    Return the outputs of the packed row, and the final S and P of each sequence.
+    ``tensors`` are those that :func:`hbnode.nn._delta_rule.reference` takes. Return the outputs of all steps as a
+    packed row, and the final states S and P of each sequence.
     """
 
     def run_group(steps: Tensors, states: Tensors) -> tuple[Tensors, Tensors]:
@@ -175,6 +183,9 @@ _operator = operator_form(
 
 
 def compiled(options: tuple[Any, int], cu_seqlens: Tensor | None, *tensors: Any) -> Outputs:
-    """Compute the chunked delta rule by its custom operator; ``cu_seqlens`` is None if sequences are not packed."""
+    """Compute the chunked delta rule by a custom operator, which torch.compile and torch.export record as one call.
+
+    ``cu_seqlens`` is None if sequences are not packed. Return the outputs, and the final states S and P.
+    """
     out, s, p = _operator((options[0] or "", options[1]), *tensors, cu_seqlens)
     return out, s, None if tensors[-1] is None else p

@@ -70,7 +70,8 @@ def oscillator_step(damping: Number, stiffness: Number, dt: Number) -> Oscillato
         A named tuple of the entries ``vv``, ``vx``, ``xv`` and ``xx`` of Φ, each of the broadcast shape.
 
     Raises:
-        ValueError: if a time in ``dt`` is negative, NaN or infinite, unless a graph is recorded.
+        ValueError: if a time in ``dt`` is negative, NaN or infinite. Times are not checked while torch.compile,
+            torch.export or torch.jit.trace records the program, or in transforms of torch.func.
 
     Example:
         >>> import hbnode
@@ -120,7 +121,8 @@ def held_response(damping: Number, stiffness: Number, dt: Number) -> Pair:
         The pair of :math:`F_v` and :math:`F_x`, each of the broadcast shape.
 
     Raises:
-        ValueError: if a time in ``dt`` is negative, NaN or infinite, unless a graph is recorded.
+        ValueError: if a time in ``dt`` is negative, NaN or infinite. Times are not checked while torch.compile,
+            torch.export or torch.jit.trace records the program, or in transforms of torch.func.
     """
     return exact_response(*_checked(damping, stiffness, dt))
 
@@ -152,7 +154,10 @@ def exact_response(gamma: Tensor, kappa: Tensor, dt: Tensor) -> Pair:
 
 
 def _checked(damping: Number, stiffness: Number, dt: Number) -> tuple[Tensor, ...]:
-    """Return damping, stiffness and dt as tensors; raise ValueError if a time is negative, NaN or infinite."""
+    """Convert damping, stiffness and ``dt`` to tensors, and return them.
+
+    Raise ValueError if a time in ``dt`` is negative, NaN or infinite.
+    """
     gamma, kappa, dt = _as_tensors(damping, stiffness, dt)
     if _torch.may_look() and not dt.is_meta:
         wrong = dt[~(dt.isfinite() & (dt >= 0))]
@@ -190,7 +195,7 @@ def _polynomial(z: Tensor, coefficients: list[float]) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return float64 if the device supports it, otherwise ``dtype``."""
+    """Return the dtype for sums of values of ``dtype``: float64 if the device supports it, otherwise ``dtype``."""
     return dtype if device.type == "mps" else torch.float64
 
 
@@ -299,7 +304,7 @@ def _output_dtype(inputs: ScanInput) -> torch.dtype:
 
 
 def scan(kind: str, is_held: bool, inputs: ScanInput) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute :func:`scan_reference`, by the fused implementation if it is applicable.
+    """Return the results of :func:`scan_reference`, computed by the fused implementation if it supports the inputs.
 
     Underdamped oscillators are scanned in normal coordinates, in which a transition is a rotation and a decay.
     """
@@ -351,7 +356,11 @@ def _normal_coordinates(is_held: bool, rates: Tensor, dtype: torch.dtype) -> tup
 
 
 def _product(matrix: Entries, one: Tensor, other: Tensor) -> Pair:
-    """Multiply each of P matrices, given by their entries (P,), with n vectors, given by their components (n, P)."""
+    """Multiply each of P 2 × 2 matrices with n vectors.
+
+    ``matrix`` holds the four entries of the matrices, (P,) each. ``one`` and ``other`` are the two components of the
+    vectors, (n, P) each. Return the two components of the products.
+    """
     a, b, c, d = matrix
     return a * one + b * other, c * one + d * other
 
@@ -502,7 +511,7 @@ class _Oscillators:
 
 
 def _oscillators(options: Options, inputs: ScanInput) -> list[_Oscillators]:
-    """Divide the oscillators into groups with the same kind of transition, and return the groups."""
+    """Divide the oscillators of a scan into groups with the same kind of transition; return the list of the groups."""
     if inputs.is_underdamped is None:
         return [_Oscillators(*options, inputs, slice(None))]
     masks = {"rotation": inputs.is_underdamped, options[0]: ~inputs.is_underdamped}
@@ -610,9 +619,9 @@ def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Te
 
 
 def _path(matrices: Sequence[Entries], b: Sequence[Pair], start: Sequence[Tensor]) -> Pair:
-    """Return v and x at the starts of all chunks of a segment and after each of their steps.
+    """Run all chunks of a segment from their start states; return v and x at the starts and after each step.
 
-    Each has the shape (steps + 1, batch, chunks * P). ``start`` is the pair v, x at the starts of the chunks.
+    v and x are (steps + 1, batch, chunks * P) each. ``start`` is the pair v, x at the starts of the chunks.
     ``matrices`` holds the entries of the transition of each step, and ``b`` holds what each step adds to v and x.
     """
     v, x = (z.new_empty(len(matrices) + 1, len(z), b[0][0].shape[1]) for z in start)

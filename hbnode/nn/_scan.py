@@ -17,10 +17,10 @@ LOOP_WIDTH = 2**11  # with this many values per time step or more, a time loop o
 
 
 def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = None) -> Tensor:
-    """Return v_t = mu_t v_{t-1} + s x_t for inputs x (T, batch, n); the initial v_0 is ``v`` (batch, n) or zero.
+    """Return v_t = mu_t v_{t-1} + s x_t for all time steps t of the inputs x (T, batch, n), as a tensor (T, batch, n).
 
-    The momentum coefficient mu is a number, (T,) in float64, or (T, batch). NaN or inf in x_t does not affect the
-    outputs before time step t.
+    The initial value v_0 is ``v`` (batch, n), or zero if ``v`` is None. The momentum coefficient mu is a number, (T,)
+    in float64, or (T, batch). NaN or inf in x_t does not affect the outputs before time step t.
     """
     rates = mu if isinstance(mu, Tensor) else torch.full(x.shape[:1], mu, dtype=torch.float64)
     takes_any_length = x.shape[0] != 1 and (torch.jit.is_tracing() or torch.compiler.is_exporting())

@@ -27,7 +27,10 @@ def _exponential(rho: Tensor, phi: Tensor | None) -> Tensor:
 
 
 def scan_reference(_: object, rho: Tensor, phi: Tensor | None, b: Tensor, z0: Tensor) -> tuple[Tensor]:
-    """Return the states z_t after all samples, (T, ...), computed in a loop over the samples."""
+    """Compute the states z_t = e^{ρ_t + iφ_t} z_{t-1} + b_t after all samples, in a loop over the samples.
+
+    Return a tuple with the tensor of the states (T, ...).
+    """
     states = [z0]
     for alpha, jump in zip(_exponential(rho, phi), b, strict=True):
         states.append(alpha * states[-1] + jump)
@@ -39,7 +42,7 @@ def _chunk_size(length: int) -> int:
 
 
 def _chunked(x: Tensor) -> Tensor:
-    """Divide x (T, ...) into chunks (count, size, ...); pad the last chunk with zeros."""
+    """Divide x (T, ...) along time into chunks (count, size, ...); pad the last chunk with zeros."""
     size = _chunk_size(len(x))
     missing = -len(x) % size
     x = functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
@@ -47,10 +50,10 @@ def _chunked(x: Tensor) -> Tensor:
 
 
 def _recur(alpha: Tensor, b: Tensor, total: Tensor, start: Tensor, is_reversed: bool) -> Tensor:
-    """Return the states of the recurrence h ← alpha h + b, with alpha and b divided into chunks (count, size, ...).
+    """Compute the states of the recurrence h ← alpha h + b at all samples, in the shape of b.
 
-    ``total`` holds the product of alpha over each chunk, (count, ...). ``start`` is the initial h. If ``is_reversed``,
-    the recurrence runs from the last sample to the first.
+    alpha and b are divided into chunks (count, size, ...). ``total`` holds the product of alpha over each chunk,
+    (count, ...). ``start`` is the initial h. If ``is_reversed``, the recurrence runs from the last sample to the first.
     """
     order, chunks = range(b.shape[1]), range(len(b))
     steps = list(zip(b.unbind(1), alpha.unbind(1), strict=True))

@@ -170,7 +170,10 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         return self._zero_state(as_count(batch_size, "batch_size", least=0))
 
     def _zero_state(self, batch_size: int) -> State:
-        """Return the state before the first token; ``batch_size`` may be symbolic."""
+        """Return the state of ``batch_size`` sequences before their first token.
+
+        ``batch_size`` is not checked, because it is a symbolic integer while torch.compile records the program.
+        """
         raise NotImplementedError
 
     def prefill(
@@ -268,9 +271,10 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         return joined
 
     def _check_packed(self, cu_seqlens: Tensor | None, x: Tensor) -> tuple[int, dict[str, Any]]:
-        """Return the number of sequences in x (batch, length, features), and the argument ``cu_seqlens`` as a dict.
+        """Check the boundaries ``cu_seqlens`` of packed sequences in x (batch, length, features).
 
-        The dict is empty if ``cu_seqlens`` is None.
+        Return the number of sequences in x, and a dict of keyword arguments for :meth:`_attend`: ``cu_seqlens``, or
+        nothing if it is None.
         """
         if cu_seqlens is None:
             return x.shape[0], {}
@@ -642,7 +646,7 @@ class KeyValueCache(Record):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the stored tokens, without the unused part of the buffers."""
+        """Return what pickle needs to rebuild the cache: the stored tokens, without the unused part of the buffers."""
         return KeyValueCache, tuple(None if x is None else x.clone() for x in (self.keys, self.values, self.ignored))
 
     def append(self, keys: Tensor, values: Tensor, ignored: Tensor | None = None) -> KeyValueCache:
@@ -823,9 +827,9 @@ def _check_cache(state: KeyValueCache, keys: Tensor) -> None:
 
 
 def read_mask(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Convert a mask (batch, keys) to booleans with True = ignore.
+    """Convert a padding mask to booleans, (batch, keys), in which True marks keys to ignore.
 
-    The mask holds booleans, or 0 and -inf as in torch.nn.
+    As in torch.nn, the mask holds booleans, or floats with -inf for keys to ignore and 0 for others.
     """
     if mask is None:
         return None
@@ -871,7 +875,7 @@ def _learned(value: Tensor, module: MultiheadBase) -> nn.Parameter:
 
 
 def _wide(parameter: Tensor) -> Tensor:
-    """Return a parameter in float32 or wider, because bfloat16 rounds a momentum of 0.999 to 1."""
+    """Convert a half-precision parameter to float32, because bfloat16 rounds a momentum of 0.999 to 1."""
     return parameter.to(torch.promote_types(parameter.dtype, torch.float32))
 
 

@@ -167,7 +167,10 @@ def heavy_ball_memory(
 
 
 def _has_one_length(q: Tensor) -> bool:
-    """Return whether torch.export traces a program for one fixed length, which needs no custom operator."""
+    """Return whether torch.export records the program for one fixed length of q (batch, heads, length, dim).
+
+    The recorded program then needs no custom operator.
+    """
     # during torch.compile this cannot be known: a length that looks fixed may be symbolic
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling() and isinstance(q.shape[2], int)
 
@@ -175,7 +178,10 @@ def _has_one_length(q: Tensor) -> bool:
 def _recurrence(
     options: tuple[Delta, int], q: Tensor, k: Tensor, v: Tensor, *gates_and_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute :func:`heavy_ball_memory` for sequences of length 1, by one step of the recurrence."""
+    """Compute :func:`heavy_ball_memory` for sequences of length 1, by one step of the recurrence.
+
+    The arguments and results are those of :func:`hbnode.nn._delta_rule.reference`.
+    """
     log_momentum, log_decay, step, write, s, p = gates_and_state
     assert s is not None
     dtype = torch.promote_types(q.dtype, v.dtype)
@@ -251,7 +257,10 @@ def count_packed(cu_seqlens: Tensor, batch: int, fix: str) -> int:
 
 
 def _read_gate(gate: Gate | None, name: str, like: Tensor, ignored: Tensor | None) -> Tensor | None:
-    """Check a gate and return it as a tensor (batch, heads, length), which is 0 for ignored steps."""
+    """Check a gate, a number or tensor; return it as a tensor (batch, heads, length), which is 0 for ignored steps.
+
+    ``name`` is the name of the gate in error messages. ``like`` is a tensor of queries.
+    """
     if gate is None:
         return None
     if not isinstance(gate, Tensor):
@@ -301,7 +310,10 @@ def _read_state(
 
 
 def check_state(state: object, kind: type[Record], shapes: Mapping[str, tuple[int, ...] | None], like: Tensor) -> None:
-    """Raise an error unless a state has the type ``kind``, tensors of these shapes, and the device of ``like``."""
+    """Raise an error unless a state has the type ``kind``, tensors of these shapes, and the device of ``like``.
+
+    ``shapes`` maps names of attributes to shapes; None means that the attribute must be None.
+    """
     if not isinstance(state, kind):
         raise TypeError(
             f"initial_state must be a {kind.__name__} or None, got {type(state).__name__}. Fix: pass the state that a "

@@ -164,7 +164,10 @@ class KalmanFilter:
             self._check_digits()
 
     def _check_digits(self) -> None:
-        """Raise FloatingPointError if rounding loses the noise variance when it is added to the signal variance."""
+        """Raise FloatingPointError if the noise variance is too small for the filter's dtype.
+
+        Rounding then loses the noise variance when it is added to the signal variance.
+        """
         signal = self.c.square().sum(-1)
         ratio = float((signal / self.noise).detach().amax().sqrt())
         most = (_ROUNDING_ERRORS * torch.finfo(self.dtype).eps) ** -0.5
@@ -200,15 +203,18 @@ class KalmanFilter:
         return self._log_densities(blocks, found).sum((0, 2))
 
     def run(self, sequences: Sequences) -> tuple[Blocks, Updates]:
-        """Filter the sequences, starting from the stationary distribution; return the blocks and their updates."""
+        """Filter the sequences, starting from the stationary distribution of the oscillators.
+
+        Return the samples divided into :class:`Blocks`, and the :class:`Updates` of the state by these blocks.
+        """
         t, x, seen = self._samples(sequences)
         blocks = self._blocks(t, x.unsqueeze(-1), seen)
         return blocks, self._run(blocks)
 
     def forecast(self, state: OscillatorBelief, dt: Tensor) -> tuple[Gaussian, OscillatorBelief]:
-        """Return the distributions of observations at times dt (batch, K) after ``state``, and the state at the last.
+        """Forecast the observations at times dt (batch, K), measured from the time of ``state``.
 
-        The distributions have the shape (batch, K, channels).
+        Return their distributions, (batch, K, channels), and the state at the last of these times.
         """
         mean, excess = self._unpack(state)
         phi = self._transition(dt.to(self.dtype))
@@ -245,7 +251,10 @@ class KalmanFilter:
     # States and transitions
 
     def _unpack(self, state: OscillatorBelief) -> tuple[Tensor, Tensor]:
-        """Return the mean μ (batch, 2 P, 1) and the excess covariance D (batch, 2 P, 2 P) of the scaled states."""
+        """Convert a state to the scaled oscillators of this class.
+
+        Return their mean μ (batch, 2 P, 1), and their excess covariance D (batch, 2 P, 2 P), the covariance minus I.
+        """
         mean = torch.cat([state.v.to(self.dtype), state.x.to(self.dtype) * self.root], -1) / self.spread
         covariance = state.covariance.to(self.dtype) / (self.spread * self.spread.unsqueeze(1))
         return mean.unsqueeze(-1), covariance - torch.eye(len(self.spread), dtype=self.dtype, device=mean.device)
@@ -266,7 +275,10 @@ class KalmanFilter:
         return torch.stack(rows)
 
     def _read(self, phi: Tensor) -> Tensor:
-        """Return the products C Φ (..., channels, 2 P) for transition matrices Φ, given as ``phi`` (2, P, 2, ...)."""
+        """Multiply transition matrices Φ by the matrix C that maps the scaled states to the signal.
+
+        Φ is given as ``phi`` (2, P, 2, ...). Return C Φ, (..., channels, 2 P).
+        """
         return torch.einsum("crp,rpk...->...ckp", self.c.unflatten(1, (2, -1)), phi).flatten(-2)
 
     # Blocks
@@ -353,7 +365,10 @@ class KalmanFilter:
         return Updates(means, excesses, factors, whites, gains, (mean, excess))
 
     def _log_densities(self, blocks: Blocks, found: Updates) -> Tensor:
-        """Return the log density of each value given all values before it, (blocks, batch, n); 0 for missing values."""
+        """Return the log density of each value given all values before it, (blocks, batch, n).
+
+        It is 0 for missing values.
+        """
         logs = found.factor.diagonal(dim1=-2, dim2=-1).log()
         return -0.5 * found.white.square().sum(-1) - logs - 0.5 * math.log(2 * math.pi) * blocks.seen
 
@@ -388,9 +403,9 @@ class KalmanFilter:
         return mean + cross @ r, (variance - ((cross @ n) * cross).sum(-1)).clamp(min=0.0)
 
     def _draw(self, t: Tensor, paths: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Draw the signal at times t (batch, T) from the prior, and noisy observations of it.
+        """Draw the signal at times t (batch, T) from the prior, and add observation noise to it.
 
-        Both have the shape (batch, T, channels, paths).
+        Return the signal and the noisy observations, both (batch, T, channels, paths).
         """
         phi = self._transition(t.diff(prepend=t[:, :1])).unsqueeze(-1)  # (2, P, 2, batch, T, 1)
         (vv, xv), (vx, xx) = ((phi[0, :, i], phi[1, :, i]) for i in range(2))

@@ -69,7 +69,7 @@ class LatentPrediction(Record):
 
     @property
     def components(self) -> Normal | StudentT:
-        """The distribution of each value given a sampled path, in the shape of ``paths``."""
+        """The distribution of each value given a sampled path: the components of the mixture, shaped like ``paths``."""
         if self.freedom is None:
             return Normal(self.paths, self.scale, validate_args=False)
         return StudentT(self.freedom, self.paths, self.scale, validate_args=False)
@@ -256,7 +256,7 @@ class LatentModel(seq.TimedModule):
         return ELBO(log_likelihood - beta * (kl_initial + kl_path), log_likelihood, kl_initial, kl_path)
 
     def forward(self, *args: Any, **kwargs: Any) -> ELBO:
-        """Call :meth:`elbo` with the same arguments."""
+        """Call :meth:`elbo` with the same arguments, and return its :class:`ELBO`."""
         return self.elbo(*args, **kwargs)
 
     if TYPE_CHECKING:  # nn.Module's returns Any
@@ -303,7 +303,10 @@ class LatentModel(seq.TimedModule):
 
     @torch.no_grad()
     def sample(self, t: ArrayLike, samples: int = 100) -> LatentPrediction:
-        """Draw paths from the prior at times t (T,), starting at ``t[0]``; return a prediction with a batch of 1."""
+        """Sample paths from the prior at the times t (T,), where the initial state is at ``t[0]``.
+
+        Return a :class:`LatentPrediction` whose ``paths`` have the shape (samples, 1, T, input_size).
+        """
         given = as_times(t, "t")
         refuse_meta(self.prior, "the module")
         check_digits(given, given.diff(), "t", self.time_unit)
@@ -316,7 +319,11 @@ class LatentModel(seq.TimedModule):
     def _posterior_paths(
         self, series: Sequences, t: Tensor, static: Tensor | None, samples: int
     ) -> tuple[LatentPrediction, Tensor, Tensor]:
-        """Return decoded paths of the posterior at times t (batch, K), and the divergences kl_initial and kl_path."""
+        """Sample paths from the posterior at the times t (batch, K), and decode them.
+
+        Return the :class:`LatentPrediction`, and the divergences kl_initial and kl_path of :class:`ELBO`, each
+        (batch,).
+        """
         samples = as_count(samples, "samples")
         seq.check_parameters(series.x, self.parameters())
         t = t.to(torch.float64) / self.time_unit
@@ -358,7 +365,10 @@ class LatentModel(seq.TimedModule):
             return self.solve(z, t, guide)
 
     def _decoded(self, values: Tensor, samples: int) -> LatentPrediction:
-        """Decode latent values (K, samples * batch, latent_size); return the prediction."""
+        """Decode latent paths ``values`` (K, samples * batch, latent_size).
+
+        Return a :class:`LatentPrediction` whose ``paths`` have the shape (samples, batch, K, input_size).
+        """
         decoded: Tensor = self.decoder(values.transpose(0, 1))
         expected = (*values.shape[1::-1], self.input_size)
         if decoded.shape != expected:
@@ -573,7 +583,7 @@ class ControlledSDE(HeavyBallSDE):
 class GRUEncoder(nn.Module):
     """The default encoder: a GRU over samples, masks and the time since each feature was observed.
 
-    Its arguments and results are those of an ODERNN.
+    It is called with the same arguments as an ODERNN, and returns the same results.
     """
 
     def __init__(self, input_size: int, hidden_size: int, static_size: int = 0) -> None:
@@ -594,14 +604,17 @@ class GRUEncoder(nn.Module):
 
 
 def make_control(latent_size: int, summary_size: int, hidden_size: int) -> MLP:
-    """Return the default network for the control u of a latent SDE; its initial outputs are small."""
+    """Return the default network for the control u of a latent SDE.
+
+    Its initial outputs are small, so that the posterior paths initially follow the force of the prior.
+    """
     net = MLP(latent_size + summary_size + 1, [hidden_size] * 2, latent_size, activation=nn.Softplus)
     quiet(net.layers[-1])
     return net
 
 
 def quiet(layer: nn.Module) -> nn.Module:
-    """Divide the parameters of a layer by ten, in place, and return the layer."""
+    """Divide the parameters of a layer by ten, in place, so that its initial outputs are small; return the layer."""
     with torch.no_grad():
         for p in layer.parameters():
             p.mul_(0.1)

@@ -237,7 +237,7 @@ class Standardize(nn.Module):
         self.is_fitted = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the standardised x."""
+        """Return (x - mean) / std, in which mean and std are the fitted buffers."""
         self._check(x)
         self._check_fitted()
         return (x - self.mean) / self.std
@@ -274,7 +274,10 @@ class Standardize(nn.Module):
 
 
 def _note_loaded(scale: Standardize, _: object) -> None:
-    """Set ``is_fitted`` after ``load_state_dict``, to True if the loaded buffers are those of a fitted layer."""
+    """Set ``is_fitted`` of a Standardize layer; called by torch after ``load_state_dict``.
+
+    It becomes True if the loaded buffers are those of a fitted layer.
+    """
     scale.is_fitted = not scale.std.is_meta and not bool(scale.std.isnan().any())
 
 

@@ -225,7 +225,10 @@ class ODERNN(seq.TimedModule):
         self.has_warned = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return a solver setting, or an attribute of the first layer, if the module itself has no such attribute."""
+        """Return a solver setting or an attribute of the first layer.
+
+        Python calls this method if the module itself has no attribute with this name.
+        """
         own = self.__dict__.get("_modules", {})
         if name in FIRST_LAYER_ATTRIBUTES and "layers" in own:
             return getattr(own["layers"][0], name)
@@ -286,10 +289,10 @@ class ODERNN(seq.TimedModule):
         self, x: Tensor, t: ArrayLike, state: ODERNNState | None = None, mask: Tensor | None = None,
         lengths: Lengths | None = None, static: Tensor | None = None,
     ) -> Filtered:  # fmt: skip
-        """Return the states before and after each sample. The arguments are those of :meth:`forward`.
+        """Return the states before and after each sample, as :class:`Filtered`.
 
-        The state before a sample is a forecast from earlier samples only. Use it in the loss to learn one-step
-        forecasts.
+        The arguments are those of :meth:`forward`. The state before a sample is a forecast from earlier samples only.
+        Use it in the loss to learn one-step forecasts.
         """
         seq.refuse_both_directions(self, "does not filter")
         return self._read(x, t, state, mask, lengths, static)
@@ -558,7 +561,8 @@ class IntervalSolver:
         if _torch.is_vmapped(t):
             raise ValueError("t is mapped by torch.vmap. Fix: a batch, rnn(x, t) with t of shape (batch, T).")
         self.nfe = [NFE() for _ in range(t.shape[1] - 1)]
-        # a gap of length 0 is solved only if times need gradients, or while a graph is traced
+        # a gap of length 0 is solved only if times need gradients, or while torch.compile, torch.export or
+        # torch.jit.trace records the program
         is_solved = t.requires_grad or _torch.is_tracing()
         self.is_zero = [False] * len(self.nfe) if is_solved else _torch.numbers(~self.moves.any(0))
 
@@ -593,10 +597,10 @@ class IntervalSolver:
         return torch.where(fraction < 1, torch.lerp(t[:, :1], t[:, 1:], fraction), t[:, 1:])
 
     def _solve_in_fractions(self, s: Tensor, t: Tensor, moves: Tensor, nfe: NFE) -> Tensor:
-        """Solve one gap with torchdiffeq, whose time from 0 to 1 is the elapsed fraction of each sample's gap.
+        """Solve the ODE over one gap with torchdiffeq, in a time that runs from 0 to 1 over the gap of each sample.
 
-        Samples whose gap has length 0 keep their state without a solve, unless t requires gradients or a graph is
-        traced.
+        Samples whose gap has length 0 keep their state without a solve. They are solved too if t requires gradients, or
+        while torch.compile, torch.export or torch.jit.trace records the program.
         """
         index, moving = None, s
         if not (t.requires_grad or _torch.is_tracing() or bool(moves.all())):
@@ -629,9 +633,9 @@ class TimeRescaledField(nn.Module):
         return own_parameters(self.field)
 
     def _in_time(self, c: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert a step that starts at c and has this length to the time t of each sample.
+        """Convert a step in the rescaled time, which starts at c and has this length, to the time t of each sample.
 
-        Return the start and the length in units of t, (batch,) each.
+        Return the start and the length of the step in units of t, (batch,) each.
         """
         return (self.begin + c * self.length).flatten(), (length * self.length).flatten()
 
@@ -643,9 +647,9 @@ class TimeRescaledField(nn.Module):
 
 
 def _checked_solver(settings: Settings, field: Field) -> Solver:
-    """Check the solver settings and return them as a Solver.
+    """Check the solver settings and return them as a :class:`Solver`.
 
-    Raise ValueError if they need ``per_sample=False`` and it is True.
+    Raise ValueError if ``per_sample`` is True and other settings do not support it.
     """
     if settings.gradient is None:
         default = "direct" if settings.adjoint_options is None else "adjoint"

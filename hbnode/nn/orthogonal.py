@@ -57,7 +57,7 @@ class Trivialization(nn.Module):
 
     @torch.no_grad()
     def rebase(self, x: Tensor) -> None:
-        """Set the base to B and X to zero, which leaves B unchanged.
+        """Set the base to the current B, and X to zero, which leaves B unchanged.
 
         X is changed in place, because optimizers and DistributedDataParallel refer to it.
         """
@@ -106,7 +106,7 @@ class OrthogonalWeights(nn.Module):
             register_parametrization(self, name, Trivialization(weight), unsafe=True)
 
     def _trivializations(self) -> Iterator[tuple[Trivialization, Tensor]]:
-        """Yield, for each orthogonal weight, the pair of its parametrization and its parameter X."""
+        """Yield the pair of the :class:`Trivialization` and the unconstrained parameter X of each orthogonal weight."""
         for made in getattr(self, "parametrizations", {}).values():
             if isinstance(made[0], Trivialization):
                 yield made[0], made.original
@@ -117,7 +117,10 @@ class OrthogonalWeights(nn.Module):
             yield original
 
     def rebase(self) -> None:
-        """Set the base of each orthogonal weight B = base exp(A) to B, and A to 0. Outputs do not change."""
+        """Set the base of each orthogonal weight B = base exp(A) to the current B, and A to 0.
+
+        The weights and outputs do not change.
+        """
         for trivialization, original in self._trivializations():
             trivialization.rebase(original)
 

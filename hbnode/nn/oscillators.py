@@ -201,7 +201,10 @@ class _OscillatorModule(nn.Module):
         return logs.to(accumulation_dtype(self._dtype, logs.device)).exp()
 
     def _readout(self) -> Tensor:
-        """Return the matrix that maps the state (v, x) to the output; ``weight_out`` maps (v, √stiffness · x) to it."""
+        """Return the matrix (outputs, 2 P) that maps the state (v, x) of P oscillators to the output.
+
+        ``weight_out`` maps (v, √stiffness · x) to the output, so its columns for x are multiplied by √stiffness.
+        """
         root = (self.log_stiffness.to(self._dtype) / 2).exp()
         return self.weight_out.to(self._dtype) * torch.cat([torch.ones_like(root), root])
 
@@ -241,7 +244,7 @@ class _OscillatorModule(nn.Module):
                 )
 
     def _check_state(self, state: object, batch: int, kind: type[Kind]) -> Kind:
-        """Check that a state has the type ``kind`` and fits the module and the batch size, and return it."""
+        """Return the state; raise an error unless it has the type ``kind`` and fits this module and the batch size."""
         size, is_belief = self.num_oscillators, kind is OscillatorBelief
         shapes: dict[str, tuple[int, ...] | None] = {"v": (batch, size), "x": (batch, size), "t": (batch,)}
         if is_belief:
@@ -509,9 +512,9 @@ class Oscillators(_OscillatorModule):
     def _replace_samples(
         self, sequences: Sequences, static: Tensor | None, state: OscillatorState | None
     ) -> dict[str, Any]:
-        """Replace the samples in ``sequences`` by the inputs computed from them.
+        """Replace the samples in ``sequences`` by the inputs of the oscillators, which are computed from the samples.
 
-        Return a dict of the attributes ``last`` and ``last_t`` of the state after the last sample.
+        Return a dict with the attributes ``last`` and ``last_t`` of the state after the last sample.
         """
         static = seq.checked_static(static, self.static_size, sequences.x, "Oscillators")
         x, last, last_t = self.inputs(sequences, static, state, self.inputs.time_unit)
@@ -524,11 +527,11 @@ class Oscillators(_OscillatorModule):
     def _scan(
         self, sequences: Sequences, state: OscillatorState | None, gaps: float | Tensor
     ) -> tuple[Tensor, OscillatorState]:
-        """Run the oscillators over the sequences; return the outputs, and the state at the end of each sequence.
+        """Run the oscillators over the sequences.
 
-        The outputs (batch, T, hidden_size) have arbitrary values on padding.
-
-        ``gaps`` holds the time before each sample, (batch or 1, T), or is one number if all gaps are equal.
+        Return the outputs (batch, T, hidden_size), and the state at the end of each sequence. The outputs on padding
+        are arbitrary. ``gaps`` holds the time before each sample, (batch or 1, T), or is one number if all gaps are
+        equal.
         """
         x, dtype = sequences.x, self._dtype
         zeros = torch.zeros(x.shape[0], self.num_oscillators, dtype=dtype, device=x.device)
@@ -752,7 +755,11 @@ Oscillators.__signature__ = _signature.replace(parameters=list(_signature.parame
 
 
 def _check_only(what: str, given: dict[str, object], **others: object) -> None:
-    """Raise ValueError unless every option in ``given`` has the only value that ``what`` supports."""
+    """Raise ValueError unless every option in ``given`` has the only value that is supported.
+
+    ``what`` names the feature that restricts the options, in the error message. The only value is that in ``others``,
+    or the default of the option.
+    """
     for name, value in given.items():
         only = {"discretization": "exact", "input": "impulse", **others}.get(name, False)
         if value != only:
@@ -760,7 +767,7 @@ def _check_only(what: str, given: dict[str, object], **others: object) -> None:
 
 
 def _refuse_static(static: object) -> None:
-    """Raise ValueError if there are static features, which a layer with noise=True does not have."""
+    """Raise ValueError if ``static`` is not None, because a layer with noise=True has no static features."""
     if static is not None:
         raise ValueError(
             "static must be None, because noise=True has no inputs besides the samples. Fix: dataclasses.replace("
@@ -773,7 +780,7 @@ def _sequences(
     state: OscillatorState | OscillatorBelief | None, mask: Tensor | None,
     lengths: Lengths | None,
 ) -> Sequences:  # fmt: skip
-    """Check the arguments of a call, and return them as a batch of series.
+    """Check the arguments of a call of ``module``, and return them as :class:`Sequences`, a batch of series.
 
     Without ``t`` the times are 0, 1, 2, ..., or, given a state, the time of the state plus 1, 2, 3, ....
     """
@@ -786,9 +793,10 @@ def _sequences(
 
 
 def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) -> float | Tensor:
-    """Return the gap before each sample, (batch or 1, T), or one number if all gaps are equal up to rounding.
+    """Return the time between each sample and the previous one, (batch or 1, T), or one number if these gaps are equal.
 
-    The first gap is the time between the state and the first sample; without a state it is arbitrary.
+    Gaps count as equal if they differ only by rounding. The first gap is the time between the state and the first
+    sample; without a state it is arbitrary. ``is_shared`` is whether all series have the same times.
     """
     is_shared = is_shared and (sequences.valid is None or may_look())  # otherwise t may have any times on padding
     t = sequences.raw_t[:1, : sequences.t.shape[1]] if is_shared else sequences.t

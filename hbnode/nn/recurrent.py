@@ -141,7 +141,10 @@ class SequenceBatch:
 
     @classmethod
     def read(cls, x: Tensor | PackedSequence, input_size: int, batch_first: bool) -> "SequenceBatch":
-        """Check the inputs x of a layer and return them as a batch; raise TypeError or ValueError if x is not valid."""
+        """Check the inputs x of a layer and return them as a SequenceBatch.
+
+        Raise TypeError or ValueError if x is not valid.
+        """
         packed = x if isinstance(x, PackedSequence) else None
         values = x.data if isinstance(x, PackedSequence) else x
         if not isinstance(values, Tensor) or not values.is_floating_point():
@@ -175,9 +178,10 @@ class SequenceBatch:
     def run(
         self, name: str, x: Tensor, state: Tensor | tuple[Tensor, Tensor], weights: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Call torch's function ``name``, such as "lstm", on x (T, batch, n); return its output and last states.
+        """Call torch's function ``name``, such as "lstm", on x (T, batch, n), with an initial state and weights.
 
-        See :func:`hbnode._torch.fused_layer` for the arguments.
+        Return its output, and the states after the last time step. See :func:`hbnode._torch.fused_layer` for the
+        arguments.
         """
         if self.packed is None or self.valid is None:
             return fused_layer(name, x, state, weights)
@@ -200,7 +204,10 @@ class SequenceBatch:
         return y.gather(0, at.expand(1, -1, y.shape[-1])).squeeze(0)
 
     def segments(self) -> Iterator[tuple[slice, int]]:
-        """Split time where sequences end; yield each interval and the number of sequences that last through it."""
+        """Split time into intervals at the time steps where sequences end.
+
+        Yield each interval as a slice of time steps, and the number of sequences that last through it.
+        """
         if self.packed is None:
             yield slice(0, len(self.x)), self.x.shape[1]
             return
@@ -219,13 +226,19 @@ class SequenceBatch:
         return y.transpose(0, 1) if self.batch_first else y
 
     def sort(self, z: Tensor, axis: int) -> Tensor:
-        """Reorder z along its batch axis from the user's order to that of ``x``; packing may sort x by length."""
+        """Reorder z along the batch dimension ``axis``, from the user's order of the sequences to that of ``x``.
+
+        The orders differ if packing sorted the sequences by length.
+        """
         z = z.unsqueeze(axis) if self.is_single else z
         order = self.packed.sorted_indices if self.packed else None
         return z if order is None else z.index_select(axis, order)
 
     def unsort(self, z: Tensor, axis: int) -> Tensor:
-        """Reorder z along its batch axis from the order of ``x`` to the user's order; the inverse of :meth:`sort`."""
+        """Reorder z along the batch dimension ``axis``, from the order of ``x`` to that of the user.
+
+        This is the inverse of :meth:`sort`.
+        """
         order = self.packed.unsorted_indices if self.packed else None
         z = z if order is None else z.index_select(axis, order)
         return z.squeeze(axis) if self.is_single else z
@@ -322,7 +335,11 @@ class RecurrentBase(nn.Module):
             """Return the parameter with this name, such as ``weight_ih``."""
 
     def _suffixes(self) -> list[tuple[str, int]]:
-        """Return a pair for each layer and direction: the suffix of its parameters' names, and its input size."""
+        """Return a list of pairs (suffix, input size), with a pair for each layer and direction.
+
+        The parameters' names end with the suffix. The suffixes are those of torch.nn, such as "_l0_reverse"; a cell has
+        the suffix "".
+        """
         return [("", self.input_size)]
 
     def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
@@ -430,7 +447,10 @@ def _check_entry(name: str, z: Tensor | None, wanted: tuple[int, ...] | None, li
 
 
 def _from_tensors(state: object, has_cell_state: bool) -> RecurrentState:
-    """Return the RecurrentState of an initial h, or of the pair (h, c) of an LSTM; raise TypeError for other types."""
+    """Convert an initial state in the form of torch.nn, which is h or the pair (h, c) of an LSTM, to a RecurrentState.
+
+    Raise TypeError for other types.
+    """
     if isinstance(state, Tensor):
         return RecurrentState(state)
     parts = tuple(state) if isinstance(state, (tuple, list)) else ()
@@ -751,16 +771,22 @@ class RecurrentLayer(RecurrentBase):
         return torch.cat(outputs), (h, c, *memory[:3])
 
     def _filter_inputs(self, x: Tensor, weights: Weights, t: int | Tensor | None) -> tuple[Tensor, Tensor]:
-        """Filter x by a linear rule, starting from v_0 = 0; return the filtered x, and W with v = W (filtered x)."""
+        """Filter the inputs x by a linear rule, starting from v_0 = 0.
+
+        This replaces the filter of W x + b, which usually has more features. Return the filtered inputs x', and a
+        matrix W' with v = W' x'. If there is a bias b, x gets an additional feature that is 1, and W' has the
+        additional column b.
+        """
         w, b = weights.w, weights.b
         if b is not None:  # x gets an additional feature that is 1 before the filter, and W gets the column b
             x, w = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1), torch.cat([w, b.unsqueeze(1)], dim=1)
         return self.rule(x, RuleState(t=t))[0], w
 
     def _filter(self, x: Tensor, weights: Weights, memory: RuleState) -> tuple[Tensor, RuleState]:
-        """Filter W x + b by the rule; return the result (T, batch, n) and the memory of the rule after it.
+        """Filter the pre-activations W x + b by the rule, starting from ``memory``.
 
-        If the result is large, only x is saved for backward, and W x + b is recomputed.
+        Return the result (T, batch, n), and the memory of the rule after the last time step. If the result is large,
+        only x is saved for backward, and W x + b is recomputed.
         """
 
         def filtered(x: Tensor, w: Tensor, b: Tensor | None, memory: RuleState) -> tuple[Tensor, RuleState]:
@@ -805,9 +831,10 @@ class RecurrentLayer(RecurrentBase):
         return out, last[0].squeeze(0), None if c is None else last[1].squeeze(0)
 
     def flatten_parameters(self) -> None:
-        """Do nothing. The method exists because torch.nn's layers have it.
+        """Do nothing. The method exists so that layers of torch.nn can be replaced by layers of hbnode.
 
-        torch.nn's layers store their weights in one block of memory for cuDNN. Here every call prepares that block.
+        In layers of torch.nn it stores the weights in one block of memory for cuDNN. Here every call prepares that
+        block.
         """
 
     def to_torch(self) -> "TorchLayers":
@@ -827,7 +854,10 @@ class RecurrentLayer(RecurrentBase):
 
 
 def _map(function: Callable[..., Tensor], *states: Entries) -> Entries:
-    """Call ``function(a, b, ...)`` on the corresponding entries of several states; None entries stay None."""
+    """Call ``function(a, b, ...)`` on the corresponding entries of several states; return the tuple of the results.
+
+    A state is a tuple. An entry that is None stays None.
+    """
     found: list[Tensor | None] = []
     for entries in zip(*states, strict=True):
         found.append(None if entries[0] is None else function(*entries))
@@ -1341,7 +1371,10 @@ class InputFilter(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Filter x (T, batch, input_size); return the input of torch's layer, (T, batch, n)."""
+        """Filter x (T, batch, input_size) by the rule, starting from a memory of zeros.
+
+        Return the input of the layer of torch.nn that follows, (T, batch, n).
+        """
         if self.weight is not None:
             x = linear(x, self.weight, self.bias)
         elif self.bias is not None:

@@ -46,7 +46,7 @@ class RuleState(NamedTuple):
 
 
 class Rule:
-    """The base class of the rules, which filter pre-activations g = W x + b over time. The result is called d.
+    """The base class of the rules. A rule filters the pre-activations g = W x + b over time; the result is called d.
 
     A rule is a frozen dataclass whose fields are its coefficients. A subclass overrides :meth:`filter`, and sets
     ``memory`` to the names of the attributes of RuleState that it uses.
@@ -66,21 +66,24 @@ class Rule:
                 raise ValueError(f"{field.name} must be {expected}, got {value!r}. Fix: {field.name}={default!r}.")
 
     def __call__(self, g: Tensor, memory: RuleState) -> tuple[Tensor, RuleState]:
-        """Filter g (T, batch, n); return d in the dtype of g, and the memory after the last time step.
+        """Apply the rule to pre-activations g (T, batch, n); return the filtered ones d, and the memory after them.
 
-        :meth:`filter` computes both in float32 or float64. In half precision, eps and small updates of the memory would
-        round to zero.
+        d has the dtype of g. :meth:`filter` computes d and the memory in float32 or float64, because eps and small
+        updates of the memory would round to zero in half precision.
         """
         d, memory = self.filter(g.to(memory_dtype(g.dtype)), memory)
         return d.to(g.dtype), memory
 
     def start(self, like: Tensor) -> RuleState:
-        """Return the memory before the first time step, for inputs of the shape and dtype of ``like`` (batch, n)."""
+        """Return the memory before the first time step.
+
+        ``like`` (batch, n) is a tensor with the shape and dtype of the pre-activations of one time step.
+        """
         zero = torch.zeros_like(like, dtype=memory_dtype(like.dtype))
         return RuleState(**{name: zero for name in self.memory if name != "t"}, t=0 if "t" in self.memory else None)
 
     def filter(self, g: Tensor, memory: RuleState) -> tuple[Tensor, RuleState]:
-        """Filter the inputs of the next T time steps.
+        """Apply the recurrence of the rule to the pre-activations W x + b of T time steps.
 
         Arguments:
             g: the pre-activations W x + b (T, batch, n).
@@ -276,7 +279,7 @@ _KINDS: dict[str, type[Rule]] = dict(
 
 
 def make_rule(rule: RuleName | Rule, momentum: float | None = None, step_size: float | None = None) -> Rule:
-    """Return the rule for the arguments ``rule``, ``momentum`` and ``step_size`` of a layer or cell.
+    """Return the rule object for the arguments ``rule``, ``momentum`` and ``step_size`` of a layer or cell.
 
     See :class:`hbnode.nn.MomentumLSTM` for these arguments. An argument that the rule does not have raises ValueError.
     """
@@ -317,11 +320,14 @@ _VALID = {
 
 
 def memory_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a rule computes: float64 for inputs of ``dtype`` float64, float32 for others."""
+    """Return the dtype in which a rule computes: float64 for pre-activations with ``dtype`` float64, else float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _sample_numbers(t: int | Tensor | None, steps: int) -> Tensor:
-    """Return t + 1, ..., t + steps, the numbers of the next time steps, in float64: (steps,) or (steps, batch)."""
+    """Return the numbers t + 1, ..., t + steps of the next time steps, in float64.
+
+    The argument t is the number of time steps so far. The shape is (steps,), or (steps, batch) if t is (batch,).
+    """
     following = torch.arange(1, steps + 1, dtype=torch.float64)
     return following.to(t.device).unsqueeze(1) + t if isinstance(t, Tensor) else following + (t or 0)

@@ -22,7 +22,10 @@ DECAY_BIAS = -4.0  # constant added to W_a x in the softplus of the decay rate
 
 
 class SelectiveOscillators(Oscillators):
-    """The class of the layers that ``Oscillators(..., selective=True)`` returns; see :class:`Oscillators`."""
+    """A layer of oscillators whose decay rates and frequencies depend on the input.
+
+    ``Oscillators(..., selective=True)`` returns such a layer. See :class:`Oscillators`.
+    """
 
     log_decay: nn.Parameter
     log_omega: nn.Parameter | None
@@ -121,9 +124,10 @@ class SelectiveOscillators(Oscillators):
         return -a * dt, functional.pad(omega * dt, (0, self.num_oscillators - self._num_swinging))
 
     def _rows(self) -> list[int]:
-        """Return the numbers of rows of the weights W_a, W_ω, W_f, W_g and B that the docstring of Oscillators defines.
+        """Return a list with the number of rows of each of the weights W_a, W_ω, W_f, W_g and B.
 
-        B has one entry in the list if states are real, or one for each of its real and imaginary parts.
+        The docstring of :class:`Oscillators` defines these weights. B has one entry in the list if states are real, and
+        two, for its real and imaginary parts, if they are complex.
         """
         return [self.num_oscillators, self._num_swinging] + [self.num_oscillators] * (2 + self._reals_per_state)
 
@@ -196,7 +200,7 @@ class SelectiveOscillators(Oscillators):
 def _log_uniform(like: Tensor, low: float, high: float) -> Tensor:
     """Draw n increasing numbers between ``low`` and ``high``, log-uniformly, one from each of n intervals.
 
-    The intervals have equal lengths on a logarithmic scale. n is the length of ``like``.
+    The intervals have equal lengths on a logarithmic scale. ``like`` is a tensor of the shape (n,).
     """
     size = len(like)
     places = (torch.arange(size) + torch.rand(size)) / size

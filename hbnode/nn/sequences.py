@@ -121,19 +121,19 @@ def make_state(
     s: Tensor, t: Tensor, sizes: list[int], last: Tensor | None = None, last_t: Tensor | None = None,
     below: ODERNNState | None = None,
 ) -> ODERNNState:  # fmt: skip
-    """Return an ODERNNState with h, and m if there are two sizes, from the joint state s (..., S).
+    """Split the joint state s (..., S) of a layer into h and m, and return an ODERNNState that holds them.
 
-    ``sizes`` are the numbers of features of h and m.
+    ``sizes`` are the numbers of features of h and m, or of h only, for a first-order field.
     """
     h, *m = s.split(sizes, -1)
     return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t, last, last_t, below)
 
 
 def check_state(state: object, kind: type[Kind], shapes: dict[str, tuple[int, ...] | None], fix: str) -> Kind:
-    """Check the type ``kind`` and the shapes of a state; return it in a form that autograd can use.
+    """Raise an error unless a state has the type ``kind`` and these shapes.
 
-    ``shapes`` maps names of attributes to shapes; None means that the attribute must be None. ``fix`` is the advice in
-    the error message.
+    Return the state as :func:`real_state` does. ``shapes`` maps names of attributes to shapes; None means that the
+    attribute must be None. ``fix`` is the advice in the error message.
     """
     if not isinstance(state, kind):
         raise TypeError(f"state must be an {kind.__name__}, got {type(state).__name__}. Fix: {fix}.")
@@ -149,7 +149,10 @@ def check_state(state: object, kind: type[Kind], shapes: dict[str, tuple[int, ..
 
 
 def real_state(state: Kind) -> Kind:
-    """Return a state in a form that autograd can use; raise an error if one of its tensors is not real."""
+    """Raise an error if one of the state's tensors is not real; return the state.
+
+    Tensors created in inference mode are copied, because autograd cannot save them.
+    """
     return state.map(lambda z: check_real(z, "the state")).outside_inference_mode() if may_look() else state
 
 
@@ -217,19 +220,22 @@ class Sequences:
 
     @property
     def window(self) -> Tensor:
-        """Return the samples padded with zeros to ``total`` time steps."""
+        """The samples (batch, T, input_size), padded with zeros to (batch, total, input_size)."""
         return pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
 
     def at_samples(self, x: Tensor) -> Tensor:
-        """Pad x (batch, T, n) to (batch, total, n); set x to 0 at padding and at samples without observed values."""
+        """Pad x (batch, T, n) with zeros to (batch, total, n).
+
+        x is also set to 0 at the padding of each series, and at samples without observed values.
+        """
         x = x if self.any_observed is None else torch.where(self.any_observed.unsqueeze(-1), x, 0.0)
         return pad(x, (0, 0, 0, self.total - x.shape[1]))
 
     def backwards(self) -> tuple[Tensor, Sequences]:
-        """Return indices (batch, T) that reverse every series in time, and the reversed batch.
+        """Reverse every series in time; padding stays at the end, with the time of the last sample.
 
-        Times of the reversed batch are measured from the end of each series. Padding stays at the end, with the time of
-        the last sample.
+        Return the indices (batch, T) that reverse the samples, and the reversed batch. Its times are measured from the
+        end of each series.
         """
         positions = torch.arange(self.t.shape[1], device=self.t.device).expand(self.t.shape)
         order = positions.flip(1)
@@ -257,7 +263,10 @@ class Sequences:
         return pad(states, (0, 0, 0, self.total - states.shape[-2]))
 
     def _check_values(self, time_unit: float) -> None:
-        """Raise ValueError if times or samples are not valid. All checks together wait only once for a GPU."""
+        """Raise ValueError if times or samples are not valid, such as times that decrease.
+
+        All checks are made with one transfer from the GPU, because each transfer waits for it.
+        """
         t = self.t.detach()
         gaps = t.diff()
         is_lost, is_observed = has_lost_digits(t, gaps, time_unit), torch.isfinite(self.x.detach()).all()
@@ -286,9 +295,9 @@ def reorder(z: Tensor, order: Tensor) -> Tensor:
 
 
 def unpack(x: Any, lengths: Lengths | None, *others: Any) -> list[Any]:
-    """Convert packed sequences among x and ``others`` to padded tensors.
+    """Convert packed sequences among x and ``others`` to padded tensors; leave tensors unchanged.
 
-    Return a list: the lengths (those of the packed x, or ``lengths``), x, and the other tensors.
+    Return a list of the lengths, x, and the other tensors. The lengths are those of the packed x, or ``lengths``.
     """
     if not isinstance(x, PackedSequence):
         return [lengths, x, *others]
@@ -338,9 +347,9 @@ def refuse_both_directions(module: nn.Module, what: str) -> None:
 
 
 def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
-    """Check ``dt``, the times of a forecast since the time of a state; return them as a tensor (*shape, K).
+    """Check ``dt``, the times of a forecast measured from the time of a state.
 
-    ``shape`` is the batch shape of the state.
+    Return them as a tensor (*shape, K), where ``shape`` is the batch shape of the state.
     """
     times = torch.tensor(dt) if isinstance(dt, numbers.Real) else as_times(dt, "dt")
     if times.dim() == 0 or times.shape[-1] == 0 or (times.dim() > 1 and times.shape[:-1] != shape):
@@ -355,9 +364,9 @@ def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
 
 
 def checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
-    """Check ``at``, the times of predictions; return them as a tensor (batch, K) on the device of t.
+    """Check ``at``, the times of predictions, which have the origin and unit of the samples' times t (batch, T).
 
-    ``at`` and the times of the samples t (batch, T) have the same origin and unit.
+    Return them as a tensor (batch, K) on the device of t.
     """
     times = as_times(at, "at")
     if times.dim() not in (1, 2) or times.shape[-1] == 0 or (times.dim() == 2 and len(times) != len(t)):
@@ -372,7 +381,7 @@ def checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
 
 
 def shown(module: object, names: Iterable[str]) -> str:
-    """Return "name=value, ..." for some attributes of a module, for its ``extra_repr``."""
+    """Return the string "name=value, ..." for the attributes ``names`` of a module, for its ``extra_repr``."""
     return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
 
 
@@ -438,7 +447,10 @@ def _checked_mask(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _checked_lengths(lengths: Lengths, x: Tensor) -> tuple[Tensor, int]:
-    """Return the mask (batch, T) of samples that are not padding, and the greatest length (T while tracing a graph)."""
+    """Return the mask (batch, T) of samples that are not padding, and the length of the longest series.
+
+    While torch.compile, torch.export or torch.jit.trace records the program, T stands for that length.
+    """
     lengths = as_integers(lengths, "lengths", "one length per sequence of the batch")
     batch, total = x.shape[:2]
     is_whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
@@ -508,7 +520,10 @@ class Inputs(ModuleWithConstants):
     def forward(
         self, sequences: Sequences, static: Tensor | None, state: Any, time_unit: float
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the cell's inputs (batch, T, size), and ``last`` and ``last_t`` of the state after all samples."""
+        """Build the inputs of a cell from samples, masks, elapsed times and static features.
+
+        Return the inputs (batch, T, size), and the attributes ``last`` and ``last_t`` of the state after all samples.
+        """
         x, observed = sequences.x, sequences.observed
         if observed is None:
             observed = x.new_ones((), dtype=torch.bool)
@@ -558,9 +573,10 @@ def _look_back(sequences: Sequences, observed: Tensor, state: Any) -> tuple[Tens
 
 
 def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return times, the mask of samples with an observed value, (batch, T) each, and the gaps (K,) between them.
+    """Return the times of samples, the mask of samples with an observed value, and the gaps between these samples.
 
-    Raise ValueError if times of these samples are not finite or decrease.
+    Times and mask are (batch, T), and the gaps are (K,). Raise ValueError if times of these samples are not finite or
+    decrease.
     """
     t = as_times(t, "t").detach()
     dtype, t = t.dtype, t.to("cpu", torch.float64)
@@ -613,7 +629,7 @@ class TimedModule(ModuleWithConstants):
 
     @property
     def time_unit(self) -> float:
-        """The length of one unit of the module's time."""
+        """The length of the module's unit of time, in the unit of the user's times."""
         return float(self.get_constant("_time_unit"))
 
     @time_unit.setter

@@ -60,7 +60,7 @@ class Connection(nn.Module):
         return shown(self, self._shown)
 
     def look_ahead(self, x: Tensor, depth: DepthState) -> Tensor:
-        """Return the input of a sublayer for the residual stream x; by default x itself."""
+        """Return the input of the next sublayer, given the residual stream x; here it is x itself."""
         return x
 
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
@@ -94,7 +94,10 @@ class MomentumConnection(Connection):
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return x + g + β (x - x_{l-1}) with g the output ``update``, and a depth state that holds x."""
+        """Return x + g + β (x - x_{l-1}), where g is the output ``update`` of self-attention.
+
+        x_{l-1} is the x of the previous layer. Also return the new depth state, which holds x for the next layer.
+        """
         after = x + update
         if depth.previous is not None:
             after = after + self.momentum * (x - depth.previous)
@@ -131,7 +134,10 @@ class AdaptiveConnection(Connection):
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return x + g + β_l (x - x_{l-1}) with g the output ``update``, and a depth state that holds x and g."""
+        """Return x + g + β_l (x - x_{l-1}), where g is the output ``update`` of self-attention.
+
+        x_{l-1} is the x of the previous layer. Also return the new depth state, which holds x and g for the next layer.
+        """
         after = x + update
         if depth.previous is not None and depth.update is not None:
             after = after + self.momentum(update, depth.update) * (x - depth.previous)
@@ -180,7 +186,10 @@ class MomentumStateConnection(Connection):
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return x + s v with v = β v + g and g the output ``update``, and a depth state that holds v."""
+        """Return x + s v' with the new velocity v' = β v + g, where g is the output ``update`` of self-attention.
+
+        Also return the new depth state, which holds v' for the next layer.
+        """
         velocity = update if depth.velocity is None else self.momentum * depth.velocity + update
         return x + self.step_size * velocity, dataclasses.replace(depth, velocity=velocity)
 
@@ -213,23 +222,26 @@ class HeavyBallConnection(Connection):
 
     @property
     def momentum(self) -> Tensor:
-        """The current β (2,), of attention and of the other sublayers."""
+        """The current momentum coefficients β (2,): that of self-attention, then that of the other sublayers."""
         zero = torch.zeros_like(self.log_step_size)
         return zero if self.momentum_logit is None else torch.sigmoid(self.momentum_logit)
 
     @property
     def step_size(self) -> Tensor:
-        """The current γ (2,), of attention and of the other sublayers."""
+        """The current step sizes γ (2,): that of self-attention, then that of the other sublayers."""
         return self.log_step_size.exp()
 
     @override
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return x + v with v = β v + γ g and g the output ``update``, and a depth state that holds v."""
+        """Return x + v' with the new velocity v' = β v + γ g, where g is the output ``update`` of self-attention.
+
+        Also return the new depth state, which holds v' for the next sublayer.
+        """
         return self._move(x, update, depth, 0)
 
     @override
     def feedforward(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Compute the equation of :meth:`attention` with the β and γ of the other sublayers."""
+        """Do the same as :meth:`attention` for another sublayer, with the β and γ of these sublayers."""
         return self._move(x, update, depth, 1)
 
     def _move(self, x: Tensor, update: Tensor, depth: DepthState, sublayer: int) -> tuple[Tensor, DepthState]:
@@ -312,10 +324,11 @@ def make_attention(
     batch_first: bool,
     **layout: Any,
 ) -> MultiheadBase[Any]:
-    """Return a new attention module of the given kind, a name or a function that returns a module.
+    """Return a new attention module of the given kind.
 
-    The module gets the arguments ``options`` and ``layout``; those in ``options`` override those in ``layout``. An
-    error is raised if the module has another ``causal`` or ``batch_first`` than these arguments say.
+    ``kind`` is the name of a built-in kind, or a function that returns a module. The module gets the arguments
+    ``options`` and ``layout``; those in ``options`` override those in ``layout``. An error is raised if the module has
+    another ``causal`` or ``batch_first`` than these arguments say.
     """
     make, own = _unwrap(kind)
     if make is HeavyBallMemory and not causal:
@@ -339,7 +352,10 @@ def make_attention(
 
 
 def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[str, Any]]:
-    """Return the class or function for ``kind``, a name or a functools.partial, and the options that ``kind`` sets."""
+    """Return the class or function that makes attention modules of this kind, and the options that the kind sets.
+
+    ``kind`` is a name, a function, a class, or a functools.partial, whose keyword arguments are such options.
+    """
     _refuse_module("attention", kind)
     if not callable(kind) and not is_one_of(kind, tuple(ATTENTIONS)):
         raise ValueError(_unknown("attention", kind, tuple(ATTENTIONS)))
@@ -348,7 +364,10 @@ def _unwrap(kind: AttentionName | MakeAttention) -> tuple[MakeAttention, dict[st
 
 
 def _with_rotary(kind: AttentionName | MakeAttention, options: Mapping[str, Any], rotary: bool) -> dict[str, Any]:
-    """Return ``options``, with ``rotary`` added if ``kind`` is softmax attention and does not set it itself."""
+    """Return the attention options, with ``rotary`` added if it applies.
+
+    It applies if ``kind`` is softmax attention and does not set ``rotary`` itself.
+    """
     make, own = _unwrap(kind)
     is_free = make is SoftmaxAttention and "rotary" not in own
     return ({"rotary": rotary} if is_free else {}) | dict(options)
@@ -363,9 +382,10 @@ def _check_rotary(attention: object, rotary: bool, what: str, fix: str) -> None:
 
 
 def make_connection(kind: ConnectionName | MakeConnection, momentum: float | None) -> Connection:
-    """Return a new connection of the given kind, a name or a function that returns a connection.
+    """Return a new connection of the given kind.
 
-    With ``momentum=None`` the connection has its default momentum.
+    ``kind`` is the name of a built-in kind, or a function that returns a connection. ``momentum`` is its momentum
+    coefficient; with None it has its default.
     """
     _refuse_module("connection", kind)
     if callable(kind):
@@ -386,7 +406,10 @@ def make_connection(kind: ConnectionName | MakeConnection, momentum: float | Non
 
 
 def _refuse_module(what: str, kind: object) -> None:
-    """Raise TypeError if ``kind`` is a module: each layer needs a new one, so it must be a function."""
+    """Raise TypeError if ``kind`` is a module.
+
+    Each layer needs a new module, so the user must pass a function that returns one. ``what`` is the argument's name.
+    """
     if isinstance(kind, nn.Module):
         fix = f"{what}={type(kind).__name__}"
         raise TypeError(f"{what} must be a name or a function that returns a new module, got a module. Fix: {fix}.")
@@ -486,7 +509,10 @@ class TransformerLayerBase(nn.Module):
         self.connection = make_connection(connection, connection_momentum).to(self.linear1.weight)
 
     def _start(self, x: Tensor, depth_state: DepthState | None) -> DepthState:
-        """Return the depth state, which is empty in the first layer; raise TypeError if an input has the wrong type."""
+        """Check the inputs of a layer; return its depth state, which is empty in the first layer.
+
+        Raise TypeError if an input has the wrong type.
+        """
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"x must be a tensor, got {type(x).__name__}. A layer returns a pair, its output and a depth state. "
@@ -506,9 +532,10 @@ class TransformerLayerBase(nn.Module):
         return depth
 
     def _sublayer(self, x: Tensor, depth: DepthState, norm: nn.Module, block: Block, join: Join) -> Stream:
-        """Apply a block with its norm and a connection; return the residual stream and the depth state.
+        """Apply a sublayer, such as attention, to the residual stream x, with its norm and the layer's connection.
 
-        ``join`` is the method of the connection that adds the block's output to the residual stream.
+        Return the new residual stream and the new depth state. ``block`` computes the sublayer, and ``join`` is the
+        method of the connection that adds its output to x.
         """
         start = self.connection.look_ahead(x, depth)
         x, depth = join(x, self.dropout(block(norm(start) if self.norm_first else start)), depth)
@@ -911,7 +938,10 @@ class MomentumTransformer(nn.Module):
         return torch.cat(parts, 1)
 
     def _embed(self, tokens: Tensor, start: Tensor, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the first layer's inputs (batch, length, d_model), and the position (batch,) of the next token."""
+        """Embed the tokens (batch, length), the first of which has the position ``start`` (batch,).
+
+        Return the inputs of the first layer (batch, length, d_model), and the position (batch,) of the next token.
+        """
         if self.embedding is not None:
             tokens = tokens if ignored is None else tokens.masked_fill(ignored, 0)
             x = self._vectors(tokens) * math.sqrt(self.d_model)

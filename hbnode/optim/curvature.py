@@ -33,7 +33,10 @@ _RETURNS = "(outputs, targets), (outputs, targets, hidden) or (outputs, targets,
 
 
 def flatten(parts: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors to one vector, in the dtypes of the parameters ``like``; None stands for zeros."""
+    """Flatten and concatenate tensors to one vector. They are those of the parameters ``like``, such as gradients.
+
+    Each tensor is converted to the dtype of its parameter. A tensor that is None stands for zeros.
+    """
     pairs = zip(parts, like, strict=True)
     return torch.cat([(torch.zeros_like(p) if z is None else z.to(p)).reshape(-1) for z, p in pairs])
 
@@ -44,7 +47,10 @@ def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def assign(parameters: Sequence[Tensor], vector: Tensor) -> Iterator[None]:
-    """In the context, set the parameters to the entries of a vector; existing autograd graphs stay valid."""
+    """In the context, set the parameters to the entries of a vector, and restore their old values afterwards.
+
+    Autograd graphs that were made before stay valid.
+    """
     before = list(map(torch.clone, parameters))
     try:
         for parameter, part in zip(parameters, unflatten(vector, parameters), strict=True):
@@ -116,7 +122,10 @@ class Objective:
         return batch
 
     def losses(self, batch: Batch) -> Tensor:
-        """Return the weighted loss of each position, in the shape of the outputs without their class dimension."""
+        """Return the weighted loss of each position of the outputs.
+
+        The result has the shape of the outputs, without the class dimension if they have one.
+        """
         losses = self.kind.losses(batch.outputs, batch.targets)
         return losses if batch.weight is None else losses * batch.weight
 
@@ -262,7 +271,10 @@ class QuadraticModel:
         self.release()
 
     def linearize(self, batch: Batch | None = None) -> Batch:
-        """Create the graph of J^T u, which all products use, unless a valid one exists; return the graph's batch."""
+        """Create the autograd graph of J^T u, which all products use, unless a valid one exists.
+
+        Return the batch at which the model is linearized.
+        """
         versions = [parameter._version for parameter in self.parameters]
         if batch is None:
             if self.batch is not None and versions == self.versions:
@@ -320,12 +332,18 @@ class QuadraticModel:
             refuse("the derivative of its backward pass is wrong")
 
     def jvp(self, vector: Tensor) -> list[Tensor]:
-        """Return a list of Jacobian-vector products: that of the outputs, and those of the hidden states."""
+        """Return the Jacobian-vector products J v for a vector v of all parameters, as a list.
+
+        The list holds the product for the outputs, then those for the hidden states.
+        """
         with translate_errors():
             return list(torch.autograd.grad(self.gradient, self.u, vector, retain_graph=True, materialize_grads=True))
 
     def vjp(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return J^T w as one vector, where J is the Jacobian of outputs and hidden states, and w is ``grads``."""
+        """Return the vector-Jacobian product J^T w as one vector of all parameters.
+
+        J is the Jacobian of outputs and hidden states, and ``grads`` is w, with a tensor for each of these.
+        """
         parts = torch.autograd.grad(self.outputs, self.parameters, grads, retain_graph=True, allow_unused=True)
         return flatten(parts, self.parameters)
 

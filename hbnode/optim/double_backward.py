@@ -68,7 +68,8 @@ def refuse(reason: str) -> NoReturn:
 def detect_detached_gradients(outputs: Sequence[Tensor]) -> Iterator[None]:
     """In the context, raise RuntimeError if the backward pass of an operation returns gradients without a graph.
 
-    Hooks on the nodes of the outputs' graph check the gradients of all inputs that have a graph.
+    Such gradients cannot be differentiated again. Hooks on the graph of ``outputs`` check the gradients of all
+    operations.
     """
     names: list[str] = []
 
@@ -85,7 +86,7 @@ def detect_detached_gradients(outputs: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _is_detached(z: Tensor) -> bool:
-    """Return whether a gradient has no graph, or only the error node that ``once_differentiable`` creates."""
+    """Return whether the gradient z has no graph, or only the error node that ``once_differentiable`` creates."""
     return not z.requires_grad or (z.grad_fn is not None and z.grad_fn.name() == "torch::autograd::Error")
 
 

@@ -357,7 +357,10 @@ class HessianFree(Optimizer):
         return parameters
 
     def _gradient(self, objective: Objective, model: QuadraticModel) -> tuple[float, Tensor]:
-        """Return the loss and its gradient, and linearize ``model``. With a shared batch, one graph serves both."""
+        """Return the loss and its gradient, and linearize ``model``.
+
+        If both use the same batch, one graph serves the gradient and the model.
+        """
         is_shared = objective is model.objective
         with torch.enable_grad(), twice_differentiable(model.theta.device) if is_shared else nullcontext():
             batch = objective.batch()
@@ -449,7 +452,10 @@ def _check_parameters(parameters: list[Tensor]) -> None:
 
 
 def _rounding_error(objective: Objective, theta: Tensor, loss: float) -> float:
-    """Estimate the rounding error of the loss: its change if each parameter changes by its last digit, up or down."""
+    """Estimate the rounding error of the loss at the parameters theta.
+
+    It is the change of the loss if each parameter is changed by its last digit, up or down.
+    """
     eps = torch.finfo(theta.dtype).eps
     signs = 2 * torch.randint(2, theta.shape, generator=torch.Generator().manual_seed(0)) - 1
     last_digits = eps * theta * signs.to(theta)

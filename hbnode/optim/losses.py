@@ -27,11 +27,14 @@ class SquaredError:
             )
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each position, a tensor without the class dimension of the outputs."""
+        """Return the loss of each position, in the shape of the outputs without their class dimension, if any."""
         return (outputs - targets).square() / 2
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return a function that maps a tensor z, shaped like the outputs, to the product of the Hessian with z."""
+        """Return a function that maps a tensor z to the product H z, in which both have the shape of the outputs.
+
+        H is the Hessian of the loss with respect to the outputs.
+        """
         return lambda z: z
 
 

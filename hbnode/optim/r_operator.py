@@ -67,15 +67,21 @@ class LinearizedLayer(ABC):
 
     @abstractmethod
     def _forward(self, e: Tensor, before: Tensor, c: OptTensor, h: Tensor, *residuals: Tensor) -> OptTensor:
-        """Compute a time step: write the new state to ``h``, fill the residuals, and return the new cell state."""
+        """Compute a time step from the pre-activations e, the previous state ``before`` and the previous cell state c.
+
+        Write the new state to ``h``, fill the tensors ``residuals`` for the JVP and VJP, and return the new cell state.
+        """
 
     @abstractmethod
     def _jvp(self, re: Tensor, rh: OptTensor, rc: OptTensor, out: Tensor, *residuals: Tensor) -> OptTensor:
-        """Compute the JVP of a time step: write the tangent of h to ``out``; return the tangent of the cell state."""
+        """Compute the JVP of a time step from the tangents of the pre-activations and of the previous h and c.
+
+        Write the tangent of the new h to ``out``, and return the tangent of the new cell state.
+        """
 
     @abstractmethod
     def _vjp(self, dh: Tensor, dc: OptTensor, de: Tensor, *residuals: Tensor) -> tuple[OptTensor, OptTensor]:
-        """Compute the VJP of a time step.
+        """Compute the VJP of a time step from the gradients ``dh`` and ``dc`` of the new state and cell state.
 
         The gradient of the pre-activations is written to ``de``. The gradients of the previous state and cell state are
         returned; the former does not include the path through W_hh.
@@ -84,9 +90,9 @@ class LinearizedLayer(ABC):
     def jvp(
         self, rx: OptTensor, rh: OptTensor, rc: OptTensor, w: OptTensor, u: OptTensor, b: OptTensor, bias: OptTensor
     ) -> tuple[Tensor, OptTensor]:
-        """Compute the JVP of the layer: from tangents of the constructor's arguments, return those of its results.
+        """Compute the JVP of the layer from the tangents of the constructor's arguments, in the same order.
 
-        The results are all states and the last cell state.
+        Return the tangents of all states, and of the last cell state.
         """
         products = [(self.h[:-1], u, self.h_columns), (self.x, self._shift_rows(w), self.x_columns)]
         re = self._pre_activations([*products, (rx, self.w, self.x_columns)], b, bias)
@@ -284,7 +290,7 @@ class ROperator(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace a call of a recurrent layer on a padded batch; call other functions unchanged."""
+        """Run calls of torch's recurrent layers on padded batches by :meth:`_run`, and all other calls unchanged."""
         if self.kind != "meta" and torch.is_autocast_enabled(self.kind):
             raise RuntimeError(
                 f"the closure runs under autocast to {torch.get_autocast_dtype(self.kind)}, whose rounding "
@@ -310,7 +316,10 @@ class ROperator(TorchFunctionMode):
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Tensor, ...]:
-        """Run all layers in all directions; arguments and outputs are those of ``torch._VF.lstm`` or ``gru``."""
+        """Run all layers in all directions, so that their VJP can be differentiated.
+
+        Arguments and outputs are those of ``torch._VF.lstm`` or ``gru``.
+        """
         out = x.transpose(0, 1) if batch_first else x
         h, c = (state, None) if isinstance(state, Tensor) else state
         count, directions = 4 if has_biases else 2, 2 if bidirectional else 1
@@ -334,7 +343,10 @@ class ROperator(TorchFunctionMode):
 
 
 class _RecurrentLayer(torch.autograd.Function):
-    """A layer in one direction. Its VJP can be differentiated with respect to the incoming gradients only."""
+    """A recurrent layer in one direction, as an autograd function.
+
+    Its VJP can be differentiated with respect to the incoming gradients only.
+    """
 
     @staticmethod
     def forward(ctx: Any, mode: ROperator, kind: type[LinearizedLayer], *tensors: Any) -> tuple[Tensor, OptTensor]:
@@ -354,7 +366,10 @@ class _RecurrentLayer(torch.autograd.Function):
 
 
 class _Transpose(torch.autograd.Function):
-    """The VJP of a layer as an autograd function; the backward pass of the VJP is the JVP of the layer."""
+    """The VJP of a recurrent layer, as an autograd function of the incoming gradients.
+
+    The function is linear, so its own backward pass is the JVP of the layer.
+    """
 
     @staticmethod
     def forward(
