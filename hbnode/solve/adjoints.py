@@ -774,7 +774,7 @@ def as_real(x: Tensor) -> Tensor:
 def vjp(outputs: Rows, inputs: list[Tensor], gradients: Rows) -> list[Tensor | None]:
     """Return a list with the gradient with respect to each of ``inputs``, or None where no output depends on the input.
 
-    ``gradients`` holds the gradients with respect to ``outputs``. Outputs and inputs that require no gradient are allowed,
+    ``gradients`` holds the gradients with respect to ``outputs``. Outputs and inputs may also require no gradient,
     in contrast to torch.autograd.grad.
     """
     pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
