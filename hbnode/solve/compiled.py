@@ -353,7 +353,7 @@ class _Run:
         return graph.Times(graph.stack_numbers(limits, np.shape(grid.end), device), gamma.unsqueeze(0), outputs, jumps)
 
     def plan(self) -> Plan | None:
-        """Return a plan to solve by one call of the program of a whole solve, with as many attempts as the last solve.
+        """Return a plan to solve by one call of a program that takes as many attempts as the last solve.
 
         Return None if there is no such program, or if the solve must begin in Python, for example because the field
         depends on time.

@@ -63,7 +63,7 @@ class Settings:
 
     @property
     def is_native(self) -> bool:
-        """Whether hbnode implements the method."""
+        """Whether the method is one of hbnode's, and not one of torchdiffeq's."""
         return self.method not in TORCHDIFFEQ_METHODS
 
     def checked(self) -> Settings:
@@ -109,7 +109,7 @@ class Settings:
             raise ValueError(f"save must be one of {SAVES}, got {self.save!r}. Fix: {fix}.")
 
     def _check_native(self) -> None:
-        """Raise an error if the native method does not support the options, ``steps`` or ``gradient``."""
+        """Raise an error if the native method ``method`` does not support the options, ``steps`` or ``gradient``."""
         method, gradient, options = self.method, self.gradient, self.options
         if method is None:
             method = "blanes_moan4" if gradient == "reversible" else "tsit5"
