@@ -334,7 +334,7 @@ class _Run:
         self.programs = program(self.term, snapshot, key, make)
 
     def times(self, setup: Setup, longest: Array, margin: Array = 1.0) -> graph.Times:
-        """Return the inputs of the programs that are constant during the solve, such as its output times and tolerances.
+        """Return the inputs of the programs that stay constant during the solve, such as output times and tolerances.
 
         ``longest`` is the largest step size. ``margin`` is the factor by which error ratios are multiplied.
         """

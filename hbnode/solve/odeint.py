@@ -480,7 +480,8 @@ def is_traceable(settings: Settings) -> bool:
 def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings, counter: Tally, end: bool) -> State:
     """Solve while torch.compile, torch.export or torch.jit.trace records the program.
 
-    No values of tensors are read. Adaptive steps have no gradients. With ``end`` the result is the final state, else the trajectory.
+    No values of tensors are read, and adaptive steps have no gradients. With ``end`` the result is the final state,
+    else the trajectory.
     """
     snapshot, is_fixed = Snapshot(field, for_backward=False), settings.steps is not None  # a graph has no backward
     y0 = checked_state(field, y0, snapshot)

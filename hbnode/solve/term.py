@@ -130,7 +130,7 @@ class ODETerm:
         self.address: int | None = None  # memory address of the last value of the field
 
     def aligned(self, value: Tensor | float, name: str, symbol: str) -> Tensor | float:
-        """Return ``value``, such as the damping γ; reshape a tensor of one value per channel to as many dimensions as h.
+        """Return ``value``, such as the damping γ; reshape a tensor of values per channel to as many dimensions as h.
 
         ``name`` and ``symbol`` name the constant in error messages.
         """
@@ -231,7 +231,10 @@ class ODETerm:
             queries.is_trial = before
 
     def derivative(self, t: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the time derivatives of all tensors of the state ``rows``, such as h' and m'; NFE do not count this call."""
+        """Return the time derivatives of all tensors of the state ``rows``, such as (h', m').
+
+        This call of the field does not count as a function evaluation.
+        """
         state = self.unflatten(rows)
         with self.in_autocast():
             return self.flatten(like(self.field(t, state), state))

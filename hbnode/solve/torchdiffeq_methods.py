@@ -196,7 +196,7 @@ class CountedField:
         return tuple(found.values())
 
     def _call_back(self, name: str, t0: Tensor, y0: State, dt: Tensor) -> None:
-        """Handle the callback ``name``, which torchdiffeq calls before or after a step of size ``dt`` from ``(t0, y0)``.
+        """Handle torchdiffeq's callback ``name``, called before or after a step of size ``dt`` from ``(t0, y0)``.
 
         A finished step is counted. Before a step, the state and the step size are checked.
         """
