@@ -321,7 +321,7 @@ class Plan(NamedTuple):
 
 
 class _Run:
-    """One adaptive solve by calls of compiled programs."""
+    """An adaptive solve by calls of compiled programs: its inputs, and the functions that call the programs."""
 
     def __init__(self, setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None) -> None:
         self.setup, self.y0, self.snapshot, self.needs_gradient = setup, y0, snapshot, torch.is_grad_enabled()

@@ -25,7 +25,7 @@ from hbnode.solve.methods import Array, Method, Rows, combined
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
 
-NOT_FINITE, UNDERFLOW, TOO_MANY = 1, 2, 3  # reasons of a failed solve in a graph
+NOT_FINITE, UNDERFLOW, TOO_MANY = 1, 2, 3  # the reasons for which an exported solve can fail
 
 
 class Limits(NamedTuple):

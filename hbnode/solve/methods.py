@@ -295,7 +295,10 @@ class Nystrom(Explicit):
             power = power @ a / 4
 
         def q_h(one: Array, theta: Array, w: np.ndarray) -> np.ndarray:
-            """Return the polynomials for the matrix rows of C that give h; with one = theta = 0, its error estimate."""
+            """Return the polynomials for the matrix rows of C that give the position h at ``theta``.
+
+            With one = theta = 0, return those of the error estimate of h.
+            """
             q = w @ g
             q[0, :, 0] += one
             q[1, :, 0] += theta / 2
@@ -407,7 +410,7 @@ class Exponential(Explicit):
         self.powers = len(self.c)
 
         def row(kind: int, end: int, polynomial: np.ndarray) -> np.ndarray:
-            """Return the factors of the weights in the matrix row of C for position (kind 0) or momentum (kind 1)."""
+            """Return the factors by which weights are multiplied in the matrix row of C for h (kind 0) or m (kind 1)."""
             found = np.zeros((2, len(ends), self.powers + 2, self.powers + 3))
             found[kind, end, [0, 1], [0, 1]], found[kind, end, 2:, 2:] = 1.0, polynomial
             return found
@@ -520,7 +523,10 @@ class Splitting(Method):
         self.activation: Callable[[Tensor], Tensor] | None = None
 
     def bind(self, term: Any) -> Self:
-        """Return a copy of this method for h' = σ(m) if the field has an activation σ, else the method itself."""
+        """Return this method, or for a GHBNODE a copy of it with the field's activation σ.
+
+        A drift of the copy updates h by h' = σ(m) instead of h' = m.
+        """
         activation, shape = getattr(term.inner, "activation", None), term.template.shape
         if activation is None:
             return self

@@ -447,7 +447,9 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
     """
     what = "t of shape (batch, T)" if t.dim() == 2 else "per_sample=True" if settings.per_sample else "events="
     tensors = parts(y0)
-    if any(part.dim() == 0 or part.shape[0] != tensors[0].shape[0] for part in tensors):  # len() is fixed in a graph
+    if any(
+        part.dim() == 0 or part.shape[0] != tensors[0].shape[0] for part in tensors
+    ):  # len() is a constant for torch.export
         raise ValueError(
             f"{what} needs a state whose parts have the shape (batch, ...), got {describe(y0)}. Fix: y.unsqueeze(0)."
         )
@@ -573,7 +575,7 @@ def traced_times(t: Times, device: torch.device) -> Tensor:
 
 
 def checked_span(t_span: Sequence[float]) -> tuple[float, float]:
-    """Return the start and end of ``t_span`` as floats; raise an error if they are not finite or not different."""
+    """Return the start and end time ``t_span`` as two floats; raise an error unless they are finite and different."""
     if not isinstance(t_span, Sequence) or any(isinstance(t, Tensor) for t in t_span):
         raise TypeError(
             f"t_span must be two numbers (t0, T), got {t_span!r}. Fix: (0.0, 1.0); learned times go to block(x, t)."
@@ -586,7 +588,7 @@ def checked_span(t_span: Sequence[float]) -> tuple[float, float]:
 
 @functools.cache  # one warning per tolerance and dtype
 def check_precision(rtol: float, dtype: torch.dtype) -> None:
-    """Raise ValueError for an ``rtol`` far below the machine epsilon of ``dtype``; log a warning for other values."""
+    """Log a warning that ``rtol`` is below the machine epsilon of ``dtype``; if it is far below, raise ValueError."""
     eps = torch.finfo(dtype).eps
     if rtol < eps / 100:
         what = f"rtol={rtol:g} is far below the machine epsilon {eps:.2g} of {dtype}"

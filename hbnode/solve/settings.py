@@ -45,7 +45,11 @@ INSTEAD = {  # for options that a method does not support: the fix in the error 
 
 @dataclass(frozen=True)
 class Settings:
-    """The solver arguments of :func:`hbnode.odeint`. Only :class:`hbnode.ODERNN` sets ``common_steps``."""
+    """The solver arguments of :func:`hbnode.odeint`, such as ``method`` and ``rtol``.
+
+    Only :class:`hbnode.ODERNN` sets ``common_steps``. All samples then take steps that are the same fraction of their
+    time spans.
+    """
 
     method: Any = None  # a name; None chooses one for the field
     rtol: float = 1e-5
@@ -67,7 +71,7 @@ class Settings:
         return self.method not in TORCHDIFFEQ_METHODS
 
     def checked(self) -> Settings:
-        """Return the settings with normalized types; raise an error if a value is invalid or two values conflict."""
+        """Return the settings with values of standard types; raise an error if one is invalid or if two conflict."""
         is_torchdiffeq = is_one_of(self.method, tuple(TORCHDIFFEQ_METHODS))
         self._check_names(is_torchdiffeq)
         for name in ("rtol", "atol"):

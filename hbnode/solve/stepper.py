@@ -147,7 +147,10 @@ class Stepper:
 
     @property
     def strongest(self) -> float:
-        """The largest absolute damping γ of all channels if the method limits γ times the step size, else 0."""
+        """The largest absolute value of the damping γ over all channels.
+
+        It is 0 if γ does not limit the step size of the method.
+        """
         if self.method.damping_limit == math.inf:
             return 0.0
         gamma = self.gamma if self.gamma_on_host is None else self.gamma_on_host
@@ -400,7 +403,7 @@ class Setup:
     """
 
     stepper: Stepper
-    grid: Any  # a Grid, or a TracedGrid inside a graph
+    grid: Any  # a Grid or a TracedGrid
     settings: Settings
     counts: Sequence[int]
     end_only: bool = False

@@ -40,7 +40,7 @@ TOO_MANY = "the solve needed more than max_steps={} {}. Fix: loosen rtol and ato
 
 
 def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, snapshot: Snapshot) -> State:
-    """Solve with one of torchdiffeq's methods, given the checked arguments of :func:`hbnode.odeint`."""
+    """Return the trajectory of a solve with one of torchdiffeq's methods; the arguments have been checked."""
     method, is_adjoint = settings.method, settings.gradient == "adjoint"
     is_scipy = TORCHDIFFEQ_METHODS[method].kind == "scipy"
     term = ODETerm(field, y0, counter, second_order=False, keeps_shape=isinstance(y0, Tensor))
@@ -210,7 +210,11 @@ class CountedField:
             callback(t0, y0 if in_adjoint else self.term.unflatten((y0,)), dt)  # type: ignore[arg-type] # a flat state
 
     def _begin_step(self, t0: Tensor, y0: State, dt: Tensor, what: str) -> None:
-        """Raise an error if the state is not finite, the step is too small, or there are too many steps."""
+        """Check a step before torchdiffeq takes it.
+
+        Raise an error if the state is not finite, the step is too small, or there are too many steps. ``what`` names
+        the state in the error message.
+        """
         numbers = [x.to(dt).reshape(()) for x in (dt, all_finite(y0), (t0 + dt == t0) | (t0 - dt == t0))]
         self.step_size, finite, stuck = torch.stack(numbers).tolist()  # one check, so that a GPU is synchronised once
         is_adaptive = self.listed.kind == "adaptive"
@@ -263,7 +267,7 @@ class CountedField:
 
 
 def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequence[str]) -> None:
-    """Warn that ``method`` never calls the callbacks in ``names`` that the field has."""
+    """Warn about the callbacks in ``names`` that the field has, because ``method`` never calls them."""
     own, kind = getattr(field, "__dict__", {}), type(field)
     ignored = [name for name in names if name in own or hasattr(kind, name)]
     if ignored:
@@ -324,7 +328,10 @@ def equal_steps(func: object, y0: Tensor, t: Tensor, *, steps: int, jumps: Seque
 
 
 def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedField) -> dict[str, Any]:
-    """Return the options of the backward solve: the given options, and those of the forward solve except its norm."""
+    """Return the options for the backward solve of torchdiffeq's adjoint.
+
+    They are the options ``own`` that the user gave for it, and those of the forward solve except the norm.
+    """
     given: Any = {"norm": "seminorm"} if settings.adjoint_options is None else settings.adjoint_options
     given, term = checked_options(given, settings.method, "adjoint_options"), weakref.proxy(counted.term)
     if (norm := given.get("norm", "seminorm")) != "seminorm":
