@@ -21,7 +21,7 @@ from hbnode._torch import is_differentiated, is_script_method
 
 
 class SupportsArray(Protocol):
-    """The protocol of objects that NumPy converts to an array, such as a pandas column."""
+    """The type of objects that NumPy can convert to an array, such as a pandas column, for type annotations."""
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -132,7 +132,7 @@ def to_tensor(
 def as_numbers(
     value: object, name: str, fix: str, dtype: torch.dtype = torch.float64, device: str | None = "cpu"
 ) -> Tensor:
-    """Copy one or more numbers into a new tensor; ``device=None`` keeps the device of a tensor."""
+    """Return a number, or a list, array or tensor, as a new tensor; ``device=None`` keeps the device of a tensor."""
     refuse_gradient(value, name)
     numbers = to_tensor(value, name, fix, dtype, device).detach().clone()
     if not numbers.numel():
@@ -200,7 +200,7 @@ def as_tensor(value: object, name: str) -> Tensor:
 
 
 def _forward(value: Any) -> Any:
-    """Copy a NumPy or pandas array in C order, because torch cannot convert negative strides, as of ``df[::-1]``."""
+    """Return a NumPy or pandas array as a copy without negative strides, as of ``df[::-1]``, which torch rejects."""
     is_array = hasattr(value, "__array__") and not isinstance(value, Tensor)
     return np.array(value, order="C") if is_array else value
 
@@ -256,7 +256,7 @@ def _accepts(signature: inspect.Signature, count: int) -> bool:
 
 
 def check_call(field: Callable[..., Any]) -> None:
-    """Raise TypeError if the second of a function's two arguments is named "t" or "time".
+    """Raise TypeError if the second of a function's two arguments is named "t" or "time": fields are f(t, state).
 
     Every solve calls this check, so it reads only the code object.
     """
@@ -283,7 +283,7 @@ def required_arguments(signature: inspect.Signature) -> list[str]:
 
 
 def _signature(func: Any) -> inspect.Signature | None:
-    """Return the signature of a function or of a module's forward; None for built-ins without one."""
+    """Return the signature of a function, or of a module's ``forward``; None for built-ins without a signature."""
     inner: Any = _unwrap(func)
     function: Any = inner.forward if isinstance(inner, nn.Module) else inner
     of_method = is_script_method(function)
@@ -448,7 +448,7 @@ def nearest(name: object, names: Sequence[str]) -> str | None:
 
 
 def nearest_method(name: object, methods: Sequence[str]) -> str:
-    """Return Python code, for error messages, that replaces an unknown method name."""
+    """Return Python code with the known method most similar to an unknown ``name``, for error messages."""
     if is_one_of(name, _OF_SDEINT):
         return f"hbnode.sdeint(sde, y0, t, method={name!r}, dt=...) for a HeavyBallSDE; else method=None"
     solver = _SCIPY.get(str(name).lower())

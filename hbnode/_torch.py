@@ -31,12 +31,15 @@ _keeps_memory = False
 
 
 def is_tracing() -> bool:
-    """Return whether torch.compile, torch.export or torch.jit.trace is recording operations."""
+    """Return whether torch.compile, torch.export or torch.jit.trace records the program."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def may_look() -> bool:
-    """Return whether Python code may read the values of tensors: not while a graph is recorded or torch.func runs."""
+    """Return whether Python code may read the values of tensors.
+
+    It may not while torch.compile, torch.export or torch.jit.trace records the program, or under torch.func transforms.
+    """
     return not is_tracing() and torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
@@ -54,13 +57,19 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
 
 
 def refuse_export(what: str, fix: str) -> None:
-    """Raise ValueError inside torch.export and torch.jit.trace, which cannot record the operation ``what``."""
+    """Raise ValueError while torch.export or torch.jit.trace records the program, which cannot contain ``what``.
+
+    ``what`` names an operation, and ``fix`` another way, for the error message.
+    """
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         raise ValueError(f"torch.export and torch.jit.trace cannot record {what}. Fix: {fix}.")
 
 
 def exports_any(length: int) -> bool:
-    """Return whether torch.export records a graph with a dynamic ``length``, that is, valid for any length."""
+    """Return whether torch.export records the program with a dynamic dimension of this ``length``.
+
+    The exported program must then work for other lengths, too.
+    """
     if not torch.compiler.is_exporting():
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value  # imported only here, because it imports sympy
@@ -69,7 +78,11 @@ def exports_any(length: int) -> bool:
 
 
 def while_loop(goes_on: Callable[..., Tensor], body: Callable[..., Any], carried: tuple[Tensor, ...]) -> Any:
-    """Record in an exported graph a loop that replaces ``carried`` by ``body(*carried)`` while ``goes_on`` is True."""
+    """Record a loop in an exported program, and return the tensors after the loop.
+
+    The loop starts with the tensors ``carried``. While ``goes_on(*carried)`` is True, it replaces them by
+    ``body(*carried)``.
+    """
     from torch._higher_order_ops.while_loop import while_loop  # imported only here, because only export needs it
 
     return while_loop(goes_on, body, carried)
@@ -101,14 +114,20 @@ def in_eager_mode() -> Iterator[None]:
 
 @contextmanager
 def checking_shapes() -> Iterator[None]:
-    """Silence the warnings of torch.jit.trace that hbnode's shape checks are evaluated only while tracing."""
+    """Return a context without the warnings of torch.jit.trace about hbnode's checks of shapes.
+
+    torch warns that the traced program does not repeat these checks.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module="hbnode")
         yield
 
 
 def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Exclude a function from compiled graphs as torch.compiler.disable does, without its slow import in eager mode."""
+    """Return ``function`` as a function that torch.compile runs without compiling it.
+
+    torch.compiler.disable does the same, but its import is slow; here it is imported only if torch.compile is used.
+    """
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -122,13 +141,16 @@ def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 
 def double_backward_enabled() -> bool:
-    """Return whether a :func:`double_backward` context is active, in which fused implementations must not be used."""
+    """Return whether the code runs inside a :func:`double_backward` context.
+
+    Fused implementations, which have no second derivatives, must not be used there.
+    """
     return _DOUBLE_BACKWARD.get()
 
 
 @contextmanager
 def double_backward() -> Iterator[None]:
-    """Enable second derivatives of all operations inside the context."""
+    """Return a context in which all operations have second derivatives, because no fused implementation is used."""
     token = _DOUBLE_BACKWARD.set(True)
     try:
         yield
@@ -163,7 +185,7 @@ def is_vmapped(x: Tensor) -> bool:
 
 
 def is_batched(x: Tensor) -> bool:
-    """Return whether a gradient is a batch of gradients, from ``torch.autograd.grad(..., is_grads_batched=True)``."""
+    """Return whether the gradient ``x`` is a batch of gradients (torch.autograd.grad with is_grads_batched=True)."""
     return torch._C._functorch.is_legacy_batchedtensor(x)
 
 
@@ -230,7 +252,10 @@ def may_have_compiled() -> bool:
 
 
 def make_parametrized(module: torch.nn.Module) -> None:
-    """Give an unpickled module the class and properties that torch creates for parametrized modules."""
+    """Give an unpickled module the class that torch creates for modules with torch.nn.utils.parametrize.
+
+    The class has a property for each parametrized tensor. It cannot be pickled.
+    """
     parametrize = torch.nn.utils.parametrize
     parametrize._inject_new_class(module)
     for name in module.get_submodule("parametrizations")._modules:
@@ -238,7 +263,10 @@ def make_parametrized(module: torch.nn.Module) -> None:
 
 
 def plain(x: Tensor) -> Tensor:
-    """Detach a tensor and unwrap it from torch.func; dimensions mapped by vmap become the first ones."""
+    """Return the detached tensor inside the wrappers that torch.func puts around ``x``.
+
+    Dimensions that torch.func.vmap maps, and hides, become the first dimensions.
+    """
     x = x.detach()
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         dim = torch._C._functorch.maybe_get_bdim(x) if torch._C._functorch.is_batchedtensor(x) else -1
@@ -262,7 +290,7 @@ def widest(device: torch.device) -> torch.dtype:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor to a device; float64 becomes float32 if the device has no float64."""
+    """Return ``x`` on a device; convert float64 to float32 if the device has no float64."""
     return x.to(device, widest(device) if x.dtype == torch.float64 else x.dtype)
 
 
@@ -302,8 +330,8 @@ def refusing(what: str, fix: str) -> Iterator[None]:
 def needs_reference() -> bool:
     """Return whether ordinary torch operations must replace a fused implementation.
 
-    They must while a graph is recorded, under a torch.func transform, in forward-mode differentiation, and inside
-    :func:`double_backward`.
+    They must while torch.compile, torch.export or torch.jit.trace records the program, under a torch.func transform,
+    in forward-mode differentiation, and inside :func:`double_backward`.
     """
     return not may_look() or is_transformed() or double_backward_enabled()
 
@@ -449,7 +477,11 @@ def reference_vjp(
     grads: Sequence[Tensor | None],
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Compute the VJP of ``reference`` by autograd; the result has a graph if gradients are enabled."""
+    """Return the gradients of ``reference(options, *tensors)`` with respect to ``tensors``, computed by autograd.
+
+    ``grads`` are the gradients with respect to its outputs, and ``needed`` tells which of the gradients are computed.
+    The result has an autograd graph if gradients are enabled.
+    """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():  # views, because the same tensor may be passed as several arguments
         views = [None if x is None else x.view_as(x) for x in tensors]
@@ -520,7 +552,7 @@ def fused_layer(
 
 
 def random_state(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the states of the random number generators of the CPU and of ``device``."""
+    """Return a tuple with the states of the random number generators of the CPU and, if it has one, of ``device``."""
     states = (torch.get_rng_state(),)
     own = None if device.type == "cpu" else getattr(torch, device.type, None)
     return (*states, own.get_rng_state(device)) if own is not None and hasattr(own, "get_rng_state") else states
@@ -586,7 +618,10 @@ class ModuleWithConstants(nn.Module):
             super().__setattr__(name, value)
 
     def set_constant(self, attribute: str, value: float | Tensor, device: torch.device | None = None) -> None:
-        """Set a constant. A tensor is also copied to ``device``, by default to the device of the previous copy."""
+        """Set the constant ``attribute`` to ``value``.
+
+        A tensor is also copied to ``device``, by default to the device of the previous copy.
+        """
         self.__dict__[attribute] = value  # setattr would register another module's parameter
         self._buffers.setdefault(attribute.lstrip("_"), None)  # functional_call stores its replacement there
         if isinstance(value, Tensor) and not is_differentiated(value):
@@ -597,19 +632,25 @@ class ModuleWithConstants(nn.Module):
             self.__dict__[attribute + "_copy"] = copy
 
     def own_constants(self) -> dict[str, str]:
-        """Return :meth:`constants` without the constants that require a gradient."""
+        """Return a dict like :meth:`constants`, without the constants that require a gradient."""
         constants = self.constants().items()
         return {name: attribute for name, attribute in constants if not is_differentiated(getattr(self, attribute))}
 
     def get_constant(self, attribute: str) -> float | Tensor:
-        """Return a constant, a float or a tensor on the module's device, or its replacement by functional_call."""
+        """Return the constant ``attribute`` as a float or as a tensor on the module's device.
+
+        If torch.func.functional_call replaces the constant, return the replacement.
+        """
         if (given := self._buffers.get(attribute.lstrip("_"))) is not None:
             return given
         on_device = self._buffers.get(attribute + "_on_device")  # functional_call may have replaced it
         return getattr(self, attribute) if on_device is None else on_device
 
     def host_constant(self, attribute: str, value: float | Tensor) -> float | Tensor:
-        """Return the constant's CPU tensor if ``value`` is its copy on the module's device, else ``value``."""
+        """Return the CPU tensor of the constant ``attribute`` if ``value`` is its copy on the device, else ``value``.
+
+        Reading the CPU tensor does not synchronise a GPU.
+        """
         return getattr(self, attribute) if value is self.__dict__.get(attribute + "_copy") else value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleWithConstants:

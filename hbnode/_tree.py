@@ -43,12 +43,12 @@ def is_finite(state: State) -> bool:
 
 
 def all_finite(state: State) -> Tensor:
-    """Return a boolean scalar tensor, True if all elements of a state are finite; a GPU is not synchronised."""
+    """Return a boolean scalar tensor, True if all elements of a state are finite, without reading its value."""
     return torch.stack([torch.isfinite(part).all() for part in parts(state)]).all()
 
 
 def describe(state: object) -> str:
-    """Return the structure and shapes of a state for error messages."""
+    """Return a text with the structure and shapes of a state, for error messages."""
     if isinstance(state, Tensor):
         return f"shape {tuple(state.shape)}"
     if isinstance(state, tuple):
@@ -138,7 +138,7 @@ class Record:
         return self.map(torch.Tensor.detach)
 
     def outside_inference_mode(self: Kind) -> Kind:
-        """Replace tensors created in inference mode by copies, because autograd cannot save such tensors."""
+        """Return the state with copies of tensors made in inference mode, because autograd cannot save such tensors."""
         if not may_look() or torch.is_inference_mode_enabled():
             return self
         return self.map(lambda z: z.clone() if z.is_inference() else z)
@@ -184,12 +184,12 @@ class Record:
 
 @dataclass_transform(eq_default=False, frozen_default=True)
 def record(kind: type[Kind]) -> type[Kind]:
-    """Make a subclass of :class:`Record` a frozen dataclass, and :func:`register` it; a class decorator."""
+    """A class decorator that makes a subclass of :class:`Record` a frozen dataclass and applies :func:`register`."""
     return register(dataclasses.dataclass(frozen=True, eq=False, repr=False)(kind))
 
 
 def register(kind: type[Kind]) -> type[Kind]:
-    """Register a class of states as a pytree node and as safe for ``torch.load(weights_only=True)``."""
+    """Register a dataclass of tensors as a pytree node and as safe for ``torch.load(weights_only=True)``; return it."""
 
     def flatten(value: Kind) -> tuple[list[Any], list[str]]:
         entries = value.as_dict()

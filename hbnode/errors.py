@@ -31,9 +31,10 @@ ONLY_FIXED_GRIDS = (
 
 
 def diverges(state: float, slope: float, start: float, elapsed: float) -> bool:
-    """Return whether the solution of a failed solve diverges.
+    """Return whether a failed solve failed because the solution grows to infinity in finite time.
 
-    ``state``, ``slope`` and ``start`` are norms of the current state, its time derivative and the initial state.
+    ``state``, ``slope`` and ``start`` are the norms of the last state, of its time derivative and of the initial state.
+    ``elapsed`` is the time since the start.
     """
     return state > 1e3 * start and state < 1e-4 * elapsed * slope
 
@@ -84,12 +85,12 @@ class MaxNFEError(MaxStepsError):
 
 
 class ZenoError(SolverError):
-    """An error raised if infinitely many events pile up before a finite time."""
+    """An error raised if the times between successive events of a sample shrink to 0 (Zeno behaviour)."""
 
 
 class ReversalError(SolverError):
-    """An error raised if solving backward for the gradient does not recover the initial state."""
+    """An error raised if the backward solve for the gradient misses the states of the forward solve."""
 
 
 class RecomputationError(SolverError):
-    """An error raised if a step recomputed in the backward pass differs from the forward pass."""
+    """An error raised if a step recomputed in the backward pass ends in another state than in the forward pass."""

@@ -39,7 +39,10 @@ from hbnode._tree import State, append_zeros, describe
 
 
 def with_momentum(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tuple[Tensor, Tensor]:
-    """Return ``(x, net(x))``, or ``(x, zeros)`` if ``net`` is None; error messages call the net ``name``."""
+    """Return the initial state (h, m) for an input ``x``: ``(x, net(x))``, or ``(x, zeros)`` if ``net`` is None.
+
+    ``name`` is the name of the argument ``net`` for error messages.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"the input must be a tensor, got {type(x).__name__}. Fix: {conversion(x)}.")
     kinds = {p.dtype for p in net.parameters()} if isinstance(net, nn.Module) else set()
@@ -108,7 +111,10 @@ class Field(nn.Module, ABC):
         return state if isinstance(state, Tensor) else state[0]
 
     def dynamics_parameters(self) -> list[Tensor]:
-        """Return all parameters except those of the initial momentum or velocity."""
+        """Return a list of all parameters except those of the networks for the initial momentum or velocity.
+
+        The field itself does not depend on the latter.
+        """
         return [p for name, p in self.named_parameters() if not name.startswith("initial_")]
 
     def evaluate(self, t: Tensor, h: Tensor, *others: Tensor) -> Tensor:
@@ -277,7 +283,7 @@ class _Damped(ModuleWithConstants, Field):
         return {"damping": "_damping"} if self.omega is None else {"max_damping": "max_damping"}
 
     def dynamics_parameters(self) -> list[Tensor]:
-        """Return all parameters except those of the initial momentum, and constants that require a gradient."""
+        """Return a list of all parameters except those of the initial momentum, and constants that need a gradient."""
         constants = [getattr(self, attribute) for attribute in self.constants().values()]
         return [*super().dynamics_parameters(), *filter(is_differentiated, constants)]
 
@@ -582,7 +588,7 @@ class PortHamiltonian(HBNODE):
         return m.square().flatten(1).sum(1) / 2 + self.potential(torch.as_tensor(t).to(h), h)
 
     def force(self, t: Tensor, h: Tensor) -> Tensor:
-        """Return -∇V(h, t)."""
+        """Return the force -∇V(h, t), the negative gradient of the potential energy with respect to h."""
         refuse_export("the gradient of a potential", "torch.compile, or HBNODE(f) with f = -∇V as a module")
         with outside_inference_mode():
             slope, energy = torch.func.grad_and_value(lambda h: self.potential(t, h).sum())(h)
@@ -796,7 +802,10 @@ def diffusion(gamma: Tensor, eta: Tensor) -> Tensor:
 
 
 def _constant(value: float | Tensor, name: str, fix: str, for_zero: str) -> float | Tensor:
-    """Return a number or tensor >= 0 as a float or a float64 tensor, unchanged if it requires a gradient."""
+    """Return a constant >= 0, such as the damping, as a float or a float64 tensor; raise ValueError if it is negative.
+
+    A tensor that requires a gradient is returned unchanged.
+    """
     keeps = is_differentiated(value)
     x = as_numbers(value.detach() if keeps else value, name, fix)  # type: ignore[union-attr]  # a tensor
     if not bool(((x >= 0) & torch.isfinite(x)).all()):

@@ -143,7 +143,7 @@ open_records: list[tuple[frozenset[int], StepRecord]] = []
 
 
 class Tally:
-    """A counter of one solve, which also updates the active :func:`count_nfe` contexts of its field."""
+    """A counter of the evaluations and steps of one solve; active :func:`count_nfe` contexts are updated, too."""
 
     def __init__(self, field: Callable[..., Any], nfe: NFE) -> None:
         self.identity = identity(field)
@@ -151,7 +151,10 @@ class Tally:
 
     @property
     def nfe(self) -> NFE:
-        """The NFE to which the solve adds its counts; if the block's NFE was reset during the solve, the new one."""
+        """The :class:`NFE` to which the solve adds its counts.
+
+        If the NFE of the block was replaced during the solve, this is the new one.
+        """
         while self.started_with.successor is not None:
             self.started_with = self.started_with.successor
         return self.started_with

@@ -124,7 +124,7 @@ class Signal(nn.Module):
         return self
 
     def forward(self, t: Tensor) -> Tensor:
-        """Return the signal at the times ``t``, a tensor or numbers."""
+        """Return the interpolated values of the signal at the times ``t``, a tensor or numbers."""
         if not isinstance(t, Tensor):
             t = as_numbers(t, "t", "force(torch.tensor([0.5]))", self.t.dtype, device=None).to(self.t.device)
         elif t.is_complex() or t.dtype is torch.bool:
@@ -170,7 +170,7 @@ class Signal(nn.Module):
         return u0 + s * (d0 + s * (3 * (u1 - u0) - 2 * d0 - d1 + s * (2 * (u0 - u1) + d0 + d1)))
 
     def _is_outside(self, t: Tensor) -> Tensor:
-        """Return whether each time lies outside [t[0], t[-1]] by more than rounding error."""
+        """Return a mask of the times that lie outside the sample times [t[0], t[-1]] by more than rounding error."""
         dtypes = (t.dtype if t.is_floating_point() else self.t.dtype, self.t.dtype)
         slack = max(torch.finfo(dtype).eps for dtype in dtypes) * max(abs(self.knots[0]), abs(self.knots[-1]))
         return (t < self.t[0] - slack) | (t > self.t[-1] + slack)

@@ -331,7 +331,10 @@ class CountedFunction:
 def call_back(
     counter: Tally, event: str, own: Function | None, times: Tensor | None, t0: Tensor, y0: State, dt: Tensor
 ) -> None:
-    """Count a step of size ``dt`` from the time ``t0``, then call ``own``, the user's callback, if it is not None."""
+    """Count a step of size ``dt`` from the time ``t0``, then call ``own``, the user's callback, if it is not None.
+
+    ``event`` is ``"accepted"`` or ``"rejected"``.
+    """
     if open_counters or open_records:
         # torchdiffeq's adjoint negates decreasing times
         is_mirrored = open_records and times is not None and bool(times[0] > times[-1])

@@ -156,7 +156,7 @@ class _Run:
         self.generators = [x for x in (getattr(owner, "generator", None) for owner in owners) if x is not None]
 
     def step(self, loss: Callable[..., Tensor], epoch: int, clip_norm: float | None) -> float:
-        """Train the model on all batches once, and return the mean loss."""
+        """Train the model for one epoch, that is, on all batches once, and return the mean of the loss."""
         self.model.train()
         total, count = 0.0, 0
         for batch, (arguments, size) in enumerate(self._moved(self.batches)):
@@ -229,7 +229,10 @@ class _Run:
         return {name: part for name, part in parts.items() if part is not None}
 
     def _moved(self, batches: Iterable[Any]) -> Iterator[tuple[tuple[Any, ...], int]]:
-        """Yield each batch on the device of the model, as a tuple of arguments for the loss, and its length."""
+        """Yield pairs: a batch, moved to the device of the model, as a tuple of arguments for the loss; and its length.
+
+        The length is the number of samples, by which losses are averaged.
+        """
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         for batch in batches:
             leaves, tree = _pytree.tree_flatten(batch, is_leaf=lambda each: hasattr(each, "to"))

@@ -28,13 +28,19 @@ GROWTH, DECAY = 1.2, 0.5  # estimates are extrapolated only if the step size cha
 
 
 def common_norm(x: Array, span: Array) -> Array:
-    """Replace every entry of ``x`` (batch,) by the root mean square over the samples with a positive time span."""
+    """Return an array (batch,) whose entries all are the root mean square of ``x`` (batch,).
+
+    Samples whose time span is 0 are left out of the mean.
+    """
     moves = span > 0
     return np.full_like(x, np.sqrt((x[moves] ** 2).mean())) if moves.any() else x
 
 
 def common_fraction(size: Array, span: Array) -> Array:
-    """Shorten the step sizes (batch,) so that they are the same fraction of every sample's time span."""
+    """Return step sizes (batch,) that are the same fraction of each sample's time span, and at most ``size``.
+
+    Samples whose time span is 0 keep their step sizes.
+    """
     moves = span > 0
     return np.where(moves, span * (size[moves] / span[moves]).min(initial=np.inf), size)
 
@@ -77,7 +83,16 @@ class AdaptiveSteps:
         self.last_taken = self.last_now = self.control.now
 
     def _first_size(self, state: Rows, norm: Array, longest: Array) -> tuple[Array, Array]:
-        """Choose the first step size and the largest allowed step size; also set ``error_factor``."""
+        """Return the first step size and the largest allowed step size, each () or (batch,); set ``error_factor``.
+
+        The solver multiplies the error of each step by ``error_factor``. It is 1, or more than 1 if f depends on time
+        and error estimates at the start may miss it, see :func:`hbnode.solve.control.forced_start`.
+
+        Arguments:
+            state: the initial state of the method.
+            norm: the norms of the tensors of ``state``, (tensors,) or (tensors, batch).
+            longest: the limit of the step size without regard to f, () or (batch,).
+        """
         settings, method, h, f = self.setup.settings, self.stepper.method, norm[0], norm[-1]
         if self.is_common:
             h, f = common_norm(h, self.grid.end), common_norm(f, self.grid.end)
@@ -89,7 +104,16 @@ class AdaptiveSteps:
         return np.full_like(h, self.options.get("first_step", size)), longest
 
     def _found(self, x: Tensor, h: Array, f: Array) -> Array:
-        """Return the largest norm of f at the trial times for samples whose f is negligible at the start, else 0."""
+        """Return the largest norm of f at the times ``TRIALS``, () or (batch,).
+
+        A force that is about 0 at the start may act later. If f is negligible at the start for no sample, f is not
+        evaluated, and the result is 0.
+
+        Arguments:
+            x: the initial state y, or the initial position h of a second-order equation.
+            h: the norm of ``x``, () or (batch,).
+            f: the norm of f at the start, () or (batch,).
+        """
         grid, settings, term, method = self.grid, self.setup.settings, self.stepper.term, self.stepper.method
         negligible = is_negligible(h, f, grid.end, settings.rtol, settings.atol, method)
         if not (negligible & (grid.end > 0)).any():
@@ -142,7 +166,10 @@ class AdaptiveSteps:
             self._place(attempt)
 
     def _place(self, attempt: Attempt) -> None:
-        """Set the positions of the output times within a step, with gradients with respect to the times."""
+        """Store in ``attempt`` the positions of its output times within the step, from 0 to 1, as a tensor.
+
+        The positions have gradients with respect to the output times, which NumPy arrays could not have.
+        """
         grid, size = self.grid, attempt.size
         t, begin, which = grid.lane_times, grid.differentiable(self.control.now), to_device(attempt.outputs, grid.t) + 1
         if grid.lanes is None:
@@ -154,9 +181,10 @@ class AdaptiveSteps:
         attempt.late, attempt.place = late - late.detach(), ((t - begin) / size, size)
 
     def zero_failed_lanes(self, attempt: Attempt, refused: Array, before: Control) -> Attempt:
-        """Return a copy of the step with size 0 for the samples in the mask ``refused``, whose error is not finite.
+        """Return a copy of the step ``attempt`` in which the samples in the mask ``refused`` take a step of size 0.
 
-        ``before`` is the state of the controller at the start of the step.
+        The error of these samples is not finite. In the original step, they would turn gradients into NaN. ``before``
+        is the state of the controller at the start of the step.
         """
         grid, stepper, size, begin = self.grid, self.stepper, attempt.size, attempt.time
         if grid.t is None:
@@ -184,7 +212,8 @@ class AdaptiveSteps:
     def accept(self, attempt: Attempt, state: Rows, taken: Taken) -> Array:
         """Return a mask of the samples that accept the step, (batch,) or (), and choose the next step size.
 
-        Raises a SolverError if the solve cannot continue.
+        ``state`` is the state before the step ``attempt``, and ``taken`` the result of the step. Raises a SolverError
+        if the solve cannot continue.
         """
         counter, size = self.stepper.term.counter, self.control.taken
         ratio, is_moving = self._ratio(attempt, state, taken), size > 0
@@ -199,11 +228,22 @@ class AdaptiveSteps:
         return accepted
 
     def _refuse(self, before: Rows, taken: Taken, accepted: Array) -> Array | None:
-        """Return a mask of samples that must repeat an accepted step, or None for none, as always in this class."""
+        """Return a mask of the samples that must repeat the step although its error is small enough; None for none.
+
+        A subclass can override this method to reject steps for other reasons than their error, such as events.
+
+        Arguments:
+            before: the state before the step.
+            taken: the result of the step.
+            accepted: mask of the samples whose error is small enough, (batch,) or ().
+        """
         return None
 
     def _ratio(self, attempt: Attempt, before: Rows, taken: Taken) -> Array:
-        """Return the error of each sample divided by its tolerance."""
+        """Return the error of the step divided by the tolerance, (batch,) or (); a step is accepted up to 1.
+
+        ``before`` is the state before the step, and ``taken`` the result of the step.
+        """
         grid, factor, margin = self.grid, self.stepper.method.dense_error_factor, self.error_factor
         if attempt.theta is not None and factor != 1.0:  # dense output is less accurate
             inside = attempt.inside(len(self.then)) if self.then.ndim else True
@@ -219,12 +259,20 @@ class AdaptiveSteps:
 
     @property
     def resolution(self) -> float:
-        """The relative rounding error of the time argument of f, which has the state's dtype if f depends on time."""
+        """The relative rounding error of times.
+
+        If f depends on time, it gets times in the dtype of the state, which round more than float64.
+        """
         term = self.stepper.term
         return torch.finfo(term.template.dtype if term.time_dependent else torch.float64).eps
 
     def _check_progress(self, attempt: Attempt, before: Rows, fine: Array) -> None:
-        """Raise a SolverError after a rejected step if its error stays non-finite or the next step size underflows."""
+        """Raise a SolverError if the rejected step ``attempt`` shows that the solve cannot continue.
+
+        This is the case if the error was not finite in several steps in succession, or if the next step size is so
+        small that the time would hardly change. ``before`` is the state before the step. ``fine`` is a mask of the
+        samples whose error is small enough.
+        """
         setup, stepper, c, least = self.setup, self.stepper, self.control, self.options.get("min_step", 0.0)
         now = self.grid.time(c.now)
         floor = np.maximum(4 * self.resolution * abs(now), max(least, 1e-300))
@@ -246,7 +294,10 @@ class AdaptiveSteps:
         raise stepper.failure(StepSizeUnderflowError, message, now[lane], c.size[lane])
 
     def _check_limits(self) -> None:
-        """Raise if the next step would exceed ``max_nfe`` or ``max_steps``, or if far too many steps remain."""
+        """Raise MaxNFEError or MaxStepsError if the next step would exceed ``max_nfe`` or ``max_steps``.
+
+        Also raise MaxStepsError early if the present step size would need many times ``max_steps`` steps.
+        """
         setup, c, most = self.setup, self.control, self.setup.settings.max_steps
         if setup.max_nfe is not None:
             setup.check_nfe(self.grid.time(c.now), c.size, self.stepper.method.evaluations)

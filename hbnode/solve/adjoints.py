@@ -182,7 +182,10 @@ def recomputed(
 
 
 def is_same(new: Rows, old: Rows) -> bool:
-    """Return whether two states are equal up to rounding errors, which may differ if sums change their order."""
+    """Return whether the recomputed state ``new`` equals the state ``old`` of the forward pass up to rounding errors.
+
+    Rounding errors may differ, because torch may add the same numbers in another order.
+    """
     one, two = (torch.stack([x.detach() for x in rows]) for rows in (new, old))
     if torch.equal(one, two):
         return True
@@ -262,7 +265,7 @@ class _Owner(torch.autograd.Function):
 
 
 def owning(state: Any, objects: Sequence[Any], *, is_first_order: bool = False) -> Any:
-    """Return the outputs of a solve, with references to the objects that the backward pass needs.
+    """Return the outputs of a solve (``state``), with references to the ``objects`` that the backward pass needs.
 
     If ``is_first_order``, the gradients have no graph, and create_graph=True raises RuntimeError.
     """
@@ -302,14 +305,20 @@ class _Solve:
     rows: Rows | None = None
 
     def with_graph(self, rows: Rows) -> Rows:
-        """Return the solution for the initial state ``rows``; the gradient mode computes its VJP."""
+        """Return the tensors of the solution for the tensors ``rows`` of the initial state.
+
+        They have one common autograd node, whose vector-Jacobian product the gradient mode computes.
+        """
         stepper, t = self.setup.stepper, self.setup.grid.t
         t = torch.zeros(()) if t is None else t
         return _rows_without_graph(weakref.ref(self), stepper.constants, t, *rows, *self.leaves)
 
 
 def _solve_without_graph(gradient: Any, setup: Setup, y0: Any, snapshot: Snapshot) -> Solution:
-    """Solve without storing an autograd graph; the gradient mode ``gradient`` computes the VJP in the backward pass."""
+    """Solve from the initial state ``y0`` without storing an autograd graph of the steps.
+
+    In the backward pass, the mode object ``gradient`` computes the vector-Jacobian product of the solve.
+    """
     if not torch.is_grad_enabled():
         return Direct().solve(setup, y0, snapshot)
     rows = _initial_rows(setup, y0)
@@ -365,11 +374,22 @@ def _rows_without_graph(
 def _leaves(
     gradient: Any, setup: Setup, rows: Rows, snapshot: Snapshot
 ) -> tuple[Setup, Snapshot, list[Tensor], frozenset[int], Rows]:
-    """Evaluate the field at the start of a solve, and find the leaf tensors on which it depends.
+    """Evaluate the field at the start of a solve, and find the leaf tensors (parameters, ...) on which it depends.
+
+    Arguments:
+        gradient: the gradient mode, for error messages.
+        setup: the setup of the solve.
+        rows: the tensors of the initial state.
+        snapshot: the parameters and buffers of the field's modules.
 
     Returns:
-        The setup with the jumps of f, the snapshot, the leaf tensors that need a gradient, the ids of all leaf tensors,
-        and the value of the field if the method reuses it (FSAL).
+        A tuple of five entries:
+
+        - ``setup``, whose grid now has the times at which the field jumps, if the evaluation found such times;
+        - ``snapshot``, unchanged;
+        - a list of the leaf tensors that need a gradient;
+        - the ids of all leaf tensors;
+        - a tuple with the value of the field at the start, which is empty if the method does not reuse the value.
     """
     term, method, name, is_fsal = setup.stepper.term, setup.stepper.method, gradient.name, setup.stepper.method.is_fsal
     start = tuple([row.detach().requires_grad_() for row in rows])
@@ -404,7 +424,10 @@ def _leaves(
 
 @dataclass(frozen=True)
 class Reversible:
-    """The mode ``gradient="reversible"``: only the outputs are stored, and reversed steps reconstruct other states."""
+    """The mode ``gradient="reversible"``: the solve stores only the outputs.
+
+    The backward pass computes the states between them by reversing the steps.
+    """
 
     name = "reversible"
 
@@ -461,7 +484,7 @@ class _Reversal:
         self.records: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def evaluate(self, time: Tensor, x: Tensor) -> Tensor:
-        """Return the detached value of the field, and record the value with its graph."""
+        """Return the value of the field without a graph, and store the value with its graph for later gradients."""
         time, x = time.detach().requires_grad_(time.requires_grad), x.detach().requires_grad_()
         with torch.enable_grad():
             value = evaluate_known(lambda: self.stepper.term(time, x.clone()), (time, x), self.known)
@@ -518,7 +541,10 @@ def _vjp_of_value(known: Any, tensors: Rows, residuals: Rows, gradients: Any, ne
 
 @fast_form(reference=lambda known, x, time: (known[0](time, x),), vjp=_vjp_of_value)
 def _known_value(known: Any, needs_grad: bool, x: Tensor, time: Tensor) -> tuple[Rows, Rows]:
-    """Return the value ``known`` of the field, recorded earlier; its VJP uses the graph of that evaluation."""
+    """Return a tuple with the field's value at (time, x), which was computed earlier, instead of computing it again.
+
+    The vector-Jacobian product uses the autograd graph of the earlier evaluation, which ``known`` holds.
+    """
     return (known[1][-1].detach(),), ()
 
 
@@ -530,7 +556,10 @@ class _GradientSums:
         self.sums: dict[int, Tensor] = {}
 
     def vjp(self, outputs: Rows, gradients: Rows, inputs: Rows) -> Rows:
-        """Return the VJP with respect to ``inputs``, and add the VJP with respect to the leaves to the sums."""
+        """Return the gradients with respect to ``inputs``, and add those with respect to the leaves to the sums.
+
+        ``gradients`` holds the gradients with respect to ``outputs``. The result is a tuple like ``inputs``.
+        """
         wanted = [*inputs, *self.leaves]
         found = vjp(outputs, wanted, gradients)
         for leaf, gradient in zip(self.leaves, found[len(inputs) :], strict=True):
@@ -612,7 +641,11 @@ class Adjoint:
     def backward(
         self, solve: _Solve, start: Rows, trajectory: Rows, gradients: Rows, constants: Tensor, t: Tensor
     ) -> tuple[Any, ...]:
-        """Solve the adjoint ODE in each interval between outputs, from the last interval to the first."""
+        """Solve the adjoint ODE in each interval between outputs, from the last interval to the first.
+
+        Returns:
+            The gradients with respect to the constants, the times, the tensors of the initial state, and the leaves.
+        """
         setup, grid, leaves, n = solve.setup, solve.setup.grid, solve.leaves, len(gradients)
         augmented = _Augmented(setup, leaves, solve.known)
         with torch.no_grad():
@@ -673,7 +706,10 @@ class _Augmented:
         return (*(v.detach() for v in value), *(as_real(g).to(rows[0]) for g in dense))
 
     def rate(self, t: Tensor, rows: Rows, adjoint: Any) -> Tensor:
-        """Return the inner product of ``adjoint`` and the time derivative of the state, () or (batch,)."""
+        """Return the inner product of ``adjoint`` and the time derivative of the state ``rows`` at ``t``.
+
+        The gradients with respect to times are such products, () or (batch,).
+        """
         self.term.counter.add("evaluation")
         per_sample = self.term.lanes is not None
         slope = self.term.derivative(self.term.stages([t])[0], tuple(rows))
@@ -681,7 +717,11 @@ class _Augmented:
         return sum(x.flatten(1).sum(1) if per_sample else x.sum() for x in products).to(t)
 
     def solve(self, t: Tensor, state: Rows) -> Rows:
-        """Solve the adjoint ODE from ``t[0]`` to ``t[1]``, and return the state at ``t[1]``."""
+        """Solve the adjoint ODE from ``t[0]`` to ``t[1]``, and return the augmented state at ``t[1]``.
+
+        ``state`` is the augmented state at ``t[0]``: the tensors of the state, of the adjoint and of the gradients.
+        ``t`` has the shape (2,) or (2, batch).
+        """
         s, n = self.setup.settings, self.term.rows
         term = ODETerm(self, state, self.term.counter, second_order=False)
         # the error norm does not include the integrals for the leaves, on which the state and the adjoint do not depend
@@ -706,7 +746,17 @@ class _Augmented:
         return tuple([x[0] for x in parts(term.unflatten(rows, (1,)))])
 
     def _jumps(self, begin: Array, pace: Array, length: Array, slack: float) -> Any:
-        """Return the times of the jumps of f, rescaled to the longest sample's interval, or None without jumps."""
+        """Return the times of the jumps of f inside the interval, (K,), or None if there are none.
+
+        All samples are solved over the longest of their intervals, so the times are divided by the ``pace`` of the
+        samples. They are measured from the start of the backward solve.
+
+        Arguments:
+            begin: the time at which the backward solve of each sample starts, () or (batch,).
+            pace: the length of each sample's interval divided by the longest length, () or (batch,).
+            length: the longest length.
+            slack: the distance from the interval up to which a jump counts as inside.
+        """
         grid = self.setup.grid
         if grid.jumps is None:
             return None
@@ -717,12 +767,16 @@ class _Augmented:
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Return a complex tensor as a real tensor (..., 2), and a real tensor unchanged."""
+    """Convert a complex tensor (...) to a real tensor (..., 2) of real and imaginary parts; keep a real tensor."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def vjp(outputs: Rows, inputs: list[Tensor], gradients: Rows) -> list[Tensor | None]:
-    """Return the VJP of ``outputs`` with ``gradients`` for each input, or None if no output depends on the input."""
+    """Return a list with the gradient with respect to each of ``inputs``, or None where no output depends on the input.
+
+    ``gradients`` holds the gradients with respect to ``outputs``. Outputs and inputs may also require no gradient,
+    in contrast to torch.autograd.grad.
+    """
     pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
     wanted = [x for x in inputs if x.requires_grad]
     if not pairs or not wanted:
@@ -745,7 +799,7 @@ _SOLVED_BACK = (
 
 
 def _check_missed(setup: Setup, reached: Any, start: Any, end: Any, most: float, message: str) -> None:
-    """Raise ReversalError if a backward solve from ``end`` ended in a state ``reached`` that is too far from ``start``.
+    """Raise ReversalError if a backward solve from the state ``end`` reached a state that is too far from ``start``.
 
     The distance is divided by the larger of the norms of ``start`` and ``end``, because one of them may be 0. ``most``
     is the largest allowed distance.
@@ -761,7 +815,7 @@ GRADIENTS: dict[str, Any] = {mode.name: mode for mode in (Checkpoint, Direct, Re
 
 
 def gradient_mode(gradient: Any) -> Any:
-    """Return the gradient mode for a name or a mode object.
+    """Return the mode object for a name such as ``"adjoint"``; return a mode object unchanged.
 
     Raise ValueError under a torch.func transform or in forward mode, which only ``"direct"`` supports.
     """
@@ -784,7 +838,7 @@ _REFUSAL = (
 def closed_over_leaves(
     evaluate: Callable[[], Value], inputs: Iterable[Tensor], *, is_dense: bool = False
 ) -> tuple[list[Tensor], Value]:
-    """Call ``evaluate``; return the leaf tensors on which its value depends, without ``inputs``, and the value.
+    """Call ``evaluate``; return the leaf tensors on which its value depends, except ``inputs``, and the value.
 
     Raises:
         ValueError: if the value depends on a tensor with a graph that was computed before the call, for which
@@ -810,7 +864,10 @@ def closed_over_leaves(
 
 
 def own_parameters(field: Callable) -> list[Tensor]:
-    """Return ``dynamics_parameters()`` of a Field, all parameters of another module, or [] for a function."""
+    """Return a list of the parameters that can change the value of a field.
+
+    For a Field they are its ``dynamics_parameters()``, for another module all parameters. A function has none.
+    """
     if hasattr(field, "dynamics_parameters"):
         return field.dynamics_parameters()
     return list(field.parameters()) if isinstance(field, nn.Module) else []

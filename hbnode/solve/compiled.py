@@ -98,7 +98,10 @@ def warn(reason: str, fix: str = "compile=False, or replace in func what torch.c
 
 
 def modes(snapshot: Snapshot) -> tuple[Any, ...]:
-    """Return the training modes and the hooks of a field's modules, whose changes torch.compile does not notice."""
+    """Return a tuple of the training modes and hooks of a field's modules, for the key of a compiled function.
+
+    torch.compile does not notice changes of them.
+    """
     return tuple(
         [
             (mode, *of._forward_hooks, *of._forward_pre_hooks, *of._backward_hooks, *of._backward_pre_hooks)
@@ -108,7 +111,11 @@ def modes(snapshot: Snapshot) -> tuple[Any, ...]:
 
 
 def program(term: ODETerm, snapshot: Snapshot, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-    """Return what a field stores for ``key``, its training modes and its hooks; if nothing is stored, call ``make``."""
+    """Return the compiled programs that the field of ``term`` stores for ``key``.
+
+    If it stores none, or if the training modes or the hooks of its modules have changed since, create them by
+    ``make()``. Raise ValueError if the field is not a :class:`hbnode.Field`.
+    """
     if not isinstance(term.inner, Field):
         kind = type(term.inner).__name__
         raise ValueError(f"compile=True needs an hbnode field, got {kind}. Fix: hbnode.NODE(func).")
@@ -121,10 +128,10 @@ def program(term: ODETerm, snapshot: Snapshot, key: tuple[Any, ...], make: Calla
 
 
 def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: bool) -> Callable[..., Any]:
-    """Return a function that computes one step of a method and its error ratio, the norm of error / tolerance.
+    """Return a function, for torch.compile, that computes one step of a method and the norm of error / tolerance.
 
     The function takes the state, the method's coefficients, the stage times, and a tensor or tuple with the shapes of
-    y0. It returns the state after the step, and the error ratio if ``error`` is True, else None.
+    y0. It returns the state after the step, and the norm if ``error`` is True, else None.
     """
     inside, n = graph.inside_of(term), term.rows
 
@@ -186,7 +193,11 @@ def is_possible(setup: Setup, y0: State) -> bool:
 
 
 def solve_again(key: Any, field: Field, y0: State, counter: Tally, snapshot: Snapshot) -> State | None:
-    """Solve by the :class:`Plan` of an earlier solve with the same key; return None if there is none or if it fails."""
+    """Solve by the :class:`Plan` of an earlier solve with the same key, which skips the checks of the arguments.
+
+    Returns:
+        The final state or the trajectory; None if the field has no plan for the key or if the solve fails.
+    """
     plan = field.compiled.get("plans", {}).get(key)
     return None if plan is None else plan.solve(y0, counter, snapshot)
 
@@ -256,7 +267,10 @@ class _Attempts:
         self.latest = attempts
 
     def whole_solve(self) -> Program | None:
-        """Return the program of a whole solve if enough consecutive solves had the same number of attempts, or None."""
+        """Return the program that computes a whole solve with the number of attempts of the last solves.
+
+        Return None if too few consecutive solves had this number, or if the number or the programs are too many.
+        """
         count = self.latest
         if self.equal < (AGAIN if count in self.whole else STABLE) or count > LONGEST:
             return None
@@ -285,7 +299,10 @@ class Plan(NamedTuple):
     changes_nothing: bool
 
     def solve(self, y0: State, counter: Tally, snapshot: Snapshot) -> State | None:
-        """Return the solution, or None if ``attempts`` attempts are not the right number or the solve fails."""
+        """Return the final state or the trajectory for the initial state ``y0``, and count evaluations in ``counter``.
+
+        Return None if the solve needs another number of attempts, or if it fails.
+        """
         programs, needs_gradient = self.programs, torch.is_grad_enabled()
         program = programs.whole_solve() if programs.latest == self.attempts else None
         result = None if program is None else program(y0, self.times)
@@ -304,7 +321,7 @@ class Plan(NamedTuple):
 
 
 class _Run:
-    """One adaptive solve by calls of compiled programs."""
+    """An adaptive solve by calls of compiled programs: its inputs, and the functions that call the programs."""
 
     def __init__(self, setup: Setup, y0: State, snapshot: Snapshot, keep_bytes: int | None) -> None:
         self.setup, self.y0, self.snapshot, self.needs_gradient = setup, y0, snapshot, torch.is_grad_enabled()
@@ -317,7 +334,10 @@ class _Run:
         self.programs = program(self.term, snapshot, key, make)
 
     def times(self, setup: Setup, longest: Array, margin: Array = 1.0) -> graph.Times:
-        """Return the times and limits of the solve, the inputs of the programs that are constant during the solve."""
+        """Return the inputs of the programs that stay constant during the solve, such as output times and tolerances.
+
+        ``longest`` is the largest step size. ``margin`` is the factor by which error ratios are multiplied.
+        """
         grid, settings, device = setup.grid, setup.settings, setup.stepper.like.device
         resolution = torch.finfo(setup.stepper.like.dtype if self.term.time_dependent else torch.float64).eps
         shortest, rounding = self.options.get("min_step", 1e-300), np.finfo(float).eps * grid.furthest
@@ -333,7 +353,11 @@ class _Run:
         return graph.Times(graph.stack_numbers(limits, np.shape(grid.end), device), gamma.unsqueeze(0), outputs, jumps)
 
     def plan(self) -> Plan | None:
-        """Return the plan for the number of attempts of the last solves, or None without a compiled whole solve."""
+        """Return a plan to solve by one call of a program that takes as many attempts as the last solve.
+
+        Return None if there is no such program, or if the solve must begin in Python, for example because the field
+        depends on time.
+        """
         programs, term, setup = self.programs, self.term, self.setup
         if term.time_dependent or "first_step" in self.options or not self.stores(programs.latest):
             return None
@@ -348,7 +372,11 @@ class _Run:
         return Plan(programs, programs.latest, times, self.method.evaluations, self.keep_bytes is not None)
 
     def one_by_one(self) -> State | None:
-        """Solve by calls of the program of one attempt; the first step size is chosen in Python."""
+        """Solve by repeated calls of the program of one attempt, after choosing the first step size in Python.
+
+        Returns:
+            The final state or the trajectory; None if compilation or the solve fails.
+        """
         program = self.programs.one
         if program.failed:
             return None
@@ -390,14 +418,20 @@ class _Run:
     # Gradients
 
     def stores(self, attempts: int) -> bool:
-        """Return whether the autograd graph of ``attempts`` attempts is small enough to be stored."""
+        """Return whether the autograd graph of ``attempts`` attempts has at most ``keep_bytes`` bytes.
+
+        A larger graph is not stored: the backward pass recomputes the attempts.
+        """
         if self.keep_bytes is None or attempts * self.method.evaluations <= SHORT * (self.keep_bytes > 0):
             return True
         bytes_each = self.programs.saved.get(parts(self.y0)[0].shape, math.inf)
         return attempts * bytes_each <= self.keep_bytes
 
     def take(self, program: Program, attempts: int, *args: Any) -> Any:
-        """Call the program; if its autograd graph is too large to store, the backward pass recomputes the call."""
+        """Return ``program(*args)``; if the autograd graph would be too large, the backward pass recomputes the call.
+
+        ``attempts`` is the number of attempts from the start of the solve to the end of the call.
+        """
         shape, saved = parts(self.y0)[0].shape, self.programs.saved
         if self.stores(attempts):
             return program(*args)

@@ -29,7 +29,7 @@ AHEAD = 1.05  # a step may end on a jump that is at most this many step sizes aw
 
 
 class OfTorch:
-    """A namespace that replaces NumPy for torch tensors, with the functions that a controller calls."""
+    """A namespace like NumPy, with the functions that a controller calls, for torch tensors instead of arrays."""
 
     where, ceil, isfinite, zeros_like, ones_like, cumsum, amin, amax = (
         *(torch.where, torch.ceil, torch.isfinite, torch.zeros_like),
@@ -96,7 +96,10 @@ class Clip:
     rounding: float = 0.0
 
     def target(self, xp: Any, c: Control) -> tuple[Array, Array]:
-        """Return the next time on which a step must end, and the number of jumps that a step to it contains."""
+        """Return the next time on which a step must end, and the number of jumps of f between now and then.
+
+        ``xp`` is NumPy or :class:`OfTorch`, and ``c`` the state of the controller.
+        """
         target, now, jumps = self.end, c.now, self.jumps
         if self.stops is not None:
             target = xp.minimum(xp.amin(xp.where(self.stops > now[..., None], self.stops, math.inf), -1), target)
@@ -128,15 +131,16 @@ class PIController:
     longest: Array = math.inf
 
     def start(self, xp: Any, size: Array, uneven: Array, most: Array) -> Control:
-        """Return the initial state for given values of ``size``, ``uneven`` and ``most``, see :class:`Control`."""
+        """Return the state of the controller at the start, given three of its entries, see :class:`Control`."""
         zero = xp.zeros_like(size)
         none = zero < 0.0
         return Control(zero, size, zero, zero, zero, uneven, zero + 1.0, none, zero, most, 0 * most)
 
     def plan(self, xp: Any, clip: Clip, c: Control) -> tuple[Array, Control]:
-        """Return the time at which the next step ends, and the state with its size ``taken``.
+        """Return the time at which the next step ends, and the state of the controller with the step's size ``taken``.
 
-        The size is 0 for samples that have reached the final time.
+        The step ends on the next time that ``clip`` requires, or earlier. ``c`` is the state of the controller before
+        the step. The size is 0 for samples that have reached the final time.
         """
         target, passed = clip.target(xp, c)
         left = xp.maximum(xp.ceil((target - c.now) / c.size - 0.05), 1.0)
@@ -199,7 +203,10 @@ def first_size(h: Array, f: Array, rtol: float, atol: float, rows: int, error_or
 
 
 def is_negligible(h: Array, f: Array, end: Array, rtol: float, atol: float, method: Method) -> Array:
-    """Return whether a constant f would move the state by less than ten tolerances over the time span ``end``."""
+    """Return whether a constant f would move the state by less than ten tolerances over the time span ``end``.
+
+    ``h`` is the norm of the position (or of the first-order state), and ``f`` the norm of f, each () or (batch,).
+    """
     return f * end**method.rows <= NEGLIGIBLE * (atol + rtol * h)
 
 

@@ -112,7 +112,7 @@ class Event:
 
     @property
     def limit(self) -> float:
-        """The number of events after which the solve of a sample ends; infinity if there is no limit."""
+        """The number of events after which the solve of a sample ends; infinity if events do not end it."""
         return self.max_count or (np.inf if self.jump is not None else 1)
 
 
@@ -214,7 +214,15 @@ class EventSteps(AdaptiveSteps):
     # Search
 
     def _refuse(self, before: Rows, taken: Taken, accepted: Array) -> Array:
-        """Return a mask of the samples that must repeat the step because it contains an event; set these events."""
+        """Return a mask (batch,) of the samples that must repeat the step, because an event happens inside it.
+
+        The attributes are set so that the next steps of these samples end on the events.
+
+        Arguments:
+            before: the state before the step.
+            taken: the result of the step.
+            accepted: mask of the samples whose error is small enough, (batch,).
+        """
         n, now, size = self.stepper.term.rows, self.control.now, self.control.taken
         wanted = accepted & (size > 0) & np.isnan(self.next_event)
         self.max_next_step = np.where(accepted, np.inf, self.max_next_step)
@@ -255,10 +263,10 @@ class EventSteps(AdaptiveSteps):
         return is_hit
 
     def _interpolant(self, before: Rows, taken: Taken) -> Callable[[Array], list[Rows]]:
-        """Return a function that interpolates the state in the step.
+        """Return a function that interpolates the state inside the step from ``before`` to ``taken.state``.
 
-        It maps k positions θ per sample, (k, batch), from 0 to 1, to a list of k states. Methods without dense output
-        use cubic Hermite interpolation.
+        The function maps positions in the step from 0 to 1, (k, batch), to a list of k states. Methods without dense
+        output use cubic Hermite interpolation.
         """
         columns, size, like = taken.columns, self.grid.sign * self.control.taken, self.stepper.like
         if columns is not None:
@@ -345,13 +353,20 @@ class EventSteps(AdaptiveSteps):
 
     @staticmethod
     def _crosses(event: Event, before: Array, after: Array) -> Array:
-        """Return whether a change of sign is an event; a sign ``before`` of 0 means that the sign is not known yet."""
+        """Return a mask of the samples whose event function has an event between two times.
+
+        ``before`` and ``after`` are the signs of the function at these times. A sign ``before`` of 0 means that the
+        sign is not known yet, so that there is no event.
+        """
         return (before != 0) & (after != before) & ((event.direction == 0) | (before == -event.direction))
 
     # Events
 
     def apply_events(self, state: Rows) -> Rows:
-        """Return the state after the events that happen at the current time, and record the events."""
+        """Record the events that happen at the end of the last step, and return the state of the method after them.
+
+        ``state`` is the state before the events. Without events it is returned unchanged.
+        """
         landed, self.ended, term = self.next_event == self.control.now, None, self.stepper.term
         if not landed.any():
             return state
@@ -373,9 +388,10 @@ class EventSteps(AdaptiveSteps):
         return rows
 
     def _pass(self, t: Tensor, rows: Rows, slopes: Rows, masks: Sequence[Array]) -> Rows:
-        """Return the state after the events of the current time, and set ``ended``.
+        """Return the tensors of the state after events, record the events, and set ``ended``.
 
-        ``masks`` has one mask of samples per event function. It is True for samples in which the event happens. If
+        The events happen close to the times ``t`` (batch,), at which the state is ``rows`` and its time derivatives are
+        ``slopes``. ``masks`` has one mask of samples per event function, True where the event happens. If
         several events happen at once, their times are computed from the state before the first jump.
         """
         before, none, like = (rows, slopes), torch.zeros_like(t), self.stepper.like
@@ -419,7 +435,9 @@ class EventSteps(AdaptiveSteps):
         return rows
 
     def segments(self) -> Iterator[EventHits]:
-        """Yield the hits again: the first hit of every sample, then the second hits, and so on; last an empty item.
+        """Yield the recorded hits in another order: the first hit of every sample, then the second hits, and so on.
+
+        The last item has no samples.
 
         The recorded events are cleared, so that :meth:`repeat` can record them with a graph.
         """
@@ -437,7 +455,7 @@ class EventSteps(AdaptiveSteps):
             yield EventHits(lanes[i], now[i], width[i], masks[i], segment_rows)
 
     def repeat(self, hits: EventHits, now: Array, rows: Rows) -> Rows:
-        """Repeat the events of ``hits`` with a graph, and return the state after them.
+        """Repeat the events of ``hits`` with an autograd graph, and return the state after them.
 
         ``rows`` holds the state of all samples at the times ``now``, before the events.
         """
@@ -448,14 +466,18 @@ class EventSteps(AdaptiveSteps):
         return self._pass(t, rows, self._slopes(t, rows) if masks.any() else (), masks.T)
 
     def end(self) -> None:
-        """End the solves of the samples in ``ended``."""
+        """End the solves of the samples in ``ended``: set their current times to their final times."""
         if self.ended is not None:
             now = self.control.now.copy()
             now[self.ended[0]] = self.grid.end[self.ended[0]]
             self.control = self.control._replace(now=now)
 
     def _delay(self, event: Event, t: Tensor, rows: Rows, slopes: Rows, happens: Array) -> Tensor:
-        """Return the Newton step from t to the event time; its gradient is that of the implicit function theorem."""
+        """Return the times from ``t`` to the events of one event function, (batch,), by a Newton step; else 0.
+
+        The gradient is that of the implicit function theorem. ``rows`` are the tensors of the state at ``t``, and
+        ``slopes`` their time derivatives. ``happens`` is a mask of the samples that have the event.
+        """
         mask = to_device(happens, self.stepper.like)
         rate = self._rate(event, t, rows, slopes)
         c = self._condition(event, t, self._only(mask, rows))
@@ -522,9 +544,10 @@ class EventSteps(AdaptiveSteps):
             self.quiet[k] = np.where(is_set & (fired[k] | ~is_far), self.control.now + wait, self.quiet[k])
 
     def record(self, own: Callable[[State], Any]) -> tuple[EventRecord, ...]:
-        """Return the :class:`EventRecord` of each event function.
+        """Return a tuple with the :class:`EventRecord` of each event function.
 
-        ``own`` is applied to the tensors of each record. It adds references to what the backward pass needs.
+        ``own`` is a function that is applied to the event times and to the states of each record. It adds references to
+        the objects that the backward pass needs.
         """
         records, term, like = [], self.stepper.term, self.stepper.like
         for event, counts, found in zip(self.events, self.counts, self.found, strict=True):
@@ -545,7 +568,10 @@ class EventSteps(AdaptiveSteps):
     # Values
 
     def _time(self, elapsed: Array) -> Tensor:
-        """Convert times ``elapsed`` since the start to times t (batch,) in float64, with any gradient of the grid."""
+        """Return the times t (batch,) for times ``elapsed`` since the start of the solve, as a float64 tensor.
+
+        If the output times need gradients, the result has gradients with respect to them.
+        """
         if self.grid.t is not None:
             return self.grid.differentiable(elapsed).double()
         return to_device(self.grid.time(elapsed), self.stepper.like)
@@ -556,13 +582,14 @@ class EventSteps(AdaptiveSteps):
     def _only(self, mask: Tensor, rows: Rows) -> Rows:
         """Return the state with all samples outside ``mask`` replaced by constant copies of a sample inside it.
 
-        The event function and the jump then have finite gradients for these samples, which are later multiplied by 0.
+        At the states of the other samples, the event function or the jump may have infinite gradients, which a later
+        multiplication by 0 would turn into NaN.
         """
         first = int(mask.to(torch.uint8).argmax())
         return tuple([torch.where(as_column(mask, row), row, row[first].detach()) for row in rows])
 
     def _slopes(self, t: Tensor, rows: Rows) -> Rows:
-        """Return the time derivatives of the state without a graph; the evaluation of the field is counted."""
+        """Return the time derivatives of the state ``rows`` without an autograd graph; this counts as an evaluation."""
         self.stepper.term.counter.add("evaluation")
         with torch.no_grad():
             return self.stepper.term.derivative(self._stage(t.detach()), tuple([row.detach() for row in rows]))
@@ -590,7 +617,10 @@ class EventSteps(AdaptiveSteps):
             return self._condition(event, t.detach(), tuple([row.detach() for row in rows])).double().cpu().numpy()
 
     def _rate(self, event: Event, t: Tensor, rows: Rows, slopes: Rows) -> Tensor:
-        """Return the derivative dc/dt of the event function c along the solution, (batch,), without a graph."""
+        """Return the derivative dc/dt of the event function c along the solution, (batch,), without an autograd graph.
+
+        ``rows`` are the tensors of the state at the times ``t``, and ``slopes`` their time derivatives.
+        """
         if torch.is_inference_mode_enabled():  # fn may use tensors that autograd cannot save
             size = np.where(self.control.taken > 0, self.control.taken, self.grid.end)
             step = DIFFERENCE * to_device(size, self.stepper.like)
@@ -611,7 +641,10 @@ class EventSteps(AdaptiveSteps):
 
 
 def as_column(x: Tensor, row: Tensor) -> Tensor:
-    """Reshape values (batch,) to broadcast with the tensor ``row``; values other than bool get its dtype."""
+    """Reshape ``x`` (batch,) to (batch, 1, ..., 1), so that it broadcasts with ``row`` (batch, ...).
+
+    The result has the dtype of ``row``, except that a bool tensor keeps its dtype.
+    """
     x = x if x.dtype == torch.bool else x.to(row.dtype)
     return x.view(-1, *[1] * (row.dim() - 1))
 
@@ -644,7 +677,10 @@ def root(value: Callable[[Array], Array], low: Array, high: Array, at_nodes: Arr
 
 
 def slope_of(polynomial: Array) -> Array:
-    """Return the coefficients of the derivatives of one polynomial per sample, given as (coefficients, batch)."""
+    """Return the coefficients of the derivative of each sample's polynomial, (coefficients - 1, batch).
+
+    ``polynomial`` holds coefficients from the highest power to the lowest, (coefficients, batch).
+    """
     return polynomial[:-1] * np.arange(len(polynomial) - 1, 0, -1)[:, None]
 
 
@@ -654,7 +690,7 @@ def _refuse_higher(gradient: Tensor) -> None:
 
 
 def checked_events(events: Any, settings: Any) -> tuple[Event, ...]:
-    """Return the events as a tuple; raise an error if the settings do not allow events."""
+    """Return ``events`` as a tuple; raise an error if they are no events or if the settings do not allow events."""
     given = (events,) if isinstance(events, Event) else events
     if not isinstance(given, Sequence) or not given or not all(isinstance(event, Event) for event in given):
         raise TypeError(f"events must be an Event or a list of them, got {events!r}. Fix: hbnode.Event(fn).")

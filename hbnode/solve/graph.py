@@ -25,7 +25,7 @@ from hbnode.solve.methods import Array, Method, Rows, combined
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
 
-NOT_FINITE, UNDERFLOW, TOO_MANY = 1, 2, 3  # reasons of a failed solve in a graph
+NOT_FINITE, UNDERFLOW, TOO_MANY = 1, 2, 3  # the reasons for which an exported solve can fail
 
 
 class Limits(NamedTuple):
@@ -94,7 +94,7 @@ class Report(NamedTuple):
 
 
 def stack_numbers(numbers: tuple[Array, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Broadcast arrays or numbers to ``shape`` and stack them to a tensor (numbers, *shape)."""
+    """Broadcast ``numbers``, which are arrays or floats, to ``shape``; return them as one tensor (numbers, *shape)."""
     packed = np.empty((len(numbers), *shape))
     for k, number in enumerate(numbers):
         packed[k] = number
@@ -106,7 +106,10 @@ def _pack_control(control: Control) -> Tensor:
 
 
 def unpack_control(packed: Tensor) -> Control:
-    """Convert the state of a controller from one tensor to a :class:`~hbnode.solve.control.Control`."""
+    """Convert the tensor ``packed`` to the state of a step size controller.
+
+    ``packed`` holds the entries of :class:`~hbnode.solve.control.Control` as float64, (entries,) or (entries, batch).
+    """
     c = Control(*packed.unbind(0))
     return c._replace(uneven=c.uneven > 0, rejected=c.rejected > 0, most=c.most.long(), passed=c.passed.long())
 
@@ -114,7 +117,11 @@ def unpack_control(packed: Tensor) -> Control:
 def start(
     term: ODETerm, method: Method, times: Times, y0: State, first_step: float | None = None
 ) -> tuple[Rows, Tensor, Times, Tensor]:
-    """Return the initial states of the method and of the controller, the times, and the number of evaluations.
+    """Choose the first step size of a solve from the initial state ``y0``.
+
+    Returns:
+        The initial state of the method, that of the controller as one tensor, ``times`` with the final limits, and the
+        number of function evaluations.
 
     A field that depends on time is also evaluated at four trial times, because a graph cannot skip these evaluations.
     They are counted only if the eager solve would need them (:func:`hbnode.solve.control.forced_start`).
@@ -148,13 +155,20 @@ def start(
 
 
 def norm(term: ODETerm, x: Tensor) -> Tensor:
-    """Return the root mean square of ``x``, () or (batch,), in float64, because squares may overflow in float32."""
+    """Return the root mean square of the tensor ``x``, (), or (batch,) if samples have their own steps.
+
+    It is computed in float64, because squares may overflow in float32.
+    """
     x = x.double().square()
     return (x.mean() if term.lanes is None else x.flatten(1).mean(1)).sqrt()
 
 
 def error_ratio(term: ODETerm, before: Rows, after: Rows, error: Any, rtol: Any, atol: Any) -> Tensor:
-    """Return the root mean square of error / tolerance, () or (batch,); of several error groups, the largest value."""
+    """Return the root mean square of error / tolerance, () or (batch,).
+
+    The tolerance is ``atol`` plus ``rtol`` times the larger magnitude in the states ``before`` and ``after`` the step.
+    If the elements of the state are divided into error groups, the result is the largest of their root mean squares.
+    """
     scale = torch.maximum(torch.stack(before).abs(), torch.stack(after).abs())
     x = error / (scale * rtol + atol)
     x = x if term.lanes is None else x.movedim(1, 0)
@@ -180,7 +194,10 @@ class Attempts:
         self.clip = Clip(self.limits.end, stops, times.jumps, self.limits.rounding)
 
     def saved(self, rows: Rows) -> Rows | None:
-        """Return tensors to store the states at all output times, (T, ...) or (batch, T, ...)."""
+        """Return tensors in which attempts will store the outputs, each (T, ...) or (batch, T, ...).
+
+        At first they hold the state ``rows`` for each of the T output times. Without output times, return None.
+        """
         outputs, place = self.times.outputs, int(self.term.lanes is not None)
         if outputs is None:
             return None
@@ -240,7 +257,11 @@ class Attempts:
         return tuple(after), _pack_control(c), saved, (accepted, fails)
 
     def _at_gamma(self, formula: Callable[..., Tensor], *args: Tensor, count: int = 1) -> Tensor:
-        """Return ``formula(torch, γ, *args)`` for the damping γ; each sample has ``count`` elements of ``args``."""
+        """Return ``formula(torch, γ, *args)`` for the damping γ.
+
+        ``args`` are tensors () or (n,). If samples have their own steps, n is ``count`` times the number of samples,
+        and each sample has ``count`` successive elements.
+        """
         gamma = self.times.gamma
         if gamma.dim():  # the first dimension is that of the outputs or of the samples
             if count > 1 and len(gamma) > 1:
@@ -250,7 +271,13 @@ class Attempts:
         return formula(torch, gamma, *args).to(self.term.template)
 
     def _interpolated(self, columns: Any, size: Tensor, theta: Tensor) -> Rows:
-        """Return the states at positions θ in a step, from 0 to 1; ``theta`` has the shape (T,) or (batch, T)."""
+        """Return the states at positions in a step, computed by dense output, each (T, ...) or (batch, T, ...).
+
+        Arguments:
+            columns: the columns of the step's StepResult.
+            size: the step size without its sign, () or (batch,).
+            theta: the positions, from 0 to 1, (T,) or (batch, T).
+        """
         signed, count = self.limits.sign * size, theta.shape[-1]
         signed = signed[..., None].expand(theta.shape).reshape(-1)
         weights = self._at_gamma(self.method.dense_weights, signed, theta.reshape(-1), count=count)
@@ -272,7 +299,11 @@ Made = tuple[Rows, Tensor, Rows | None, Tensor]
 
 
 def one_attempt(inside: Inside, method: Method, *, is_exact: bool) -> Callable[..., Made]:
-    """Return a function of tensors that takes one attempt; only the shapes of its argument ``y0`` matter."""
+    """Return a function of tensors, for torch.compile, that takes one attempted step.
+
+    It returns the state of the method and of the controller, the stored outputs and the :class:`Report`. The values of
+    its argument ``y0`` are not used, only the shapes. ``inside`` is the result of :func:`inside_of`.
+    """
 
     def run(y0: State, times: Times, rows: Any, control: Any, saved: Any, excluded: Tensor | None) -> Made:
         times = times._replace(gamma=times.gamma[0])
@@ -283,7 +314,7 @@ def one_attempt(inside: Inside, method: Method, *, is_exact: bool) -> Callable[.
 
 
 def whole_solve(inside: Inside, method: Method, count: int, *, is_exact: bool) -> Callable[..., tuple[State, Tensor]]:
-    """Return a function of tensors that starts a solve and takes ``count`` attempts.
+    """Return a function of tensors, for torch.compile, that starts a solve and takes ``count`` attempts.
 
     The function returns the state at the end or the trajectory, and the :class:`Report` of all attempts.
     """
@@ -305,7 +336,10 @@ def whole_solve(inside: Inside, method: Method, count: int, *, is_exact: bool) -
 
 
 def inside_of(term: ODETerm) -> Inside:
-    """Return a function that creates the term inside a graph from an initial state, whose batch size may vary."""
+    """Return a function that creates a term like ``term`` from an initial state.
+
+    Compiled functions call it while torch.compile records them, because the batch size may differ between calls.
+    """
     field, second_order, own_steps = term.inner, term.second_order, term.lanes is not None
     in_autocast = term.in_autocast
 
@@ -319,7 +353,11 @@ def inside_of(term: ODETerm) -> Inside:
 
 
 def _reported(steps: Attempts, rows: Rows, control: Tensor, saved: Rows | None, excluded: Tensor | None = None) -> Made:
-    """Take an attempt; return the state, the controller state, the saved outputs and the :class:`Report`."""
+    """Take one attempted step with ``steps``.
+
+    Returns:
+        The state of the method, the state of the controller, the stored outputs, and the :class:`Report` as a tensor.
+    """
     now = control[0]
     rows, control, saved, (accepted, fails) = steps.attempt(rows, control, saved, excluded)
     with torch.no_grad():
@@ -331,7 +369,7 @@ def _reported(steps: Attempts, rows: Rows, control: Tensor, saved: Rows | None, 
 
 
 def trajectory(term: ODETerm, y0: State, rows: Rows, saved: Rows | None) -> State:
-    """Return the final state, or the trajectory if ``saved`` outputs are given."""
+    """Return the trajectory, made from ``y0`` and the stored outputs; if ``saved`` is None, return the final state."""
     if saved is None:
         # copies, because the user may change them in place
         return term.unflatten(tuple([row.clone() for row in rows[: term.rows]]))
@@ -379,7 +417,10 @@ def loop(term: ODETerm, method: Method, times: Times, y0: State, settings: Setti
 
 @torch.no_grad()
 def exported(term: ODETerm, method: Method, t: Tensor, y0: State, settings: Settings, *, end_only: bool) -> State:
-    """Return the trajectory or the final state; report failures to the innermost active :class:`Reported`."""
+    """Solve while torch.export records the solve, and return the trajectory or, with ``end_only``, the final state.
+
+    If this happens in the forward pass of a :class:`Reported`, that wrapper also returns whether the solve failed.
+    """
     begin, options = t[..., 0], settings.options or {}
     sign, elapsed = torch.where(t[..., -1] >= begin, 1.0, -1.0), abs(t - begin[..., None])
     none = 0.0 * elapsed[..., -1]
@@ -449,7 +490,7 @@ open_reports: list[list[list[Tensor]]] = []  # for each active Reported, the rep
 
 
 class Uncounted(Tally):
-    """A counter that ignores all evaluations, for use inside a graph: they are counted outside the graph."""
+    """A counter that ignores all evaluations, for compiled functions: their caller counts the evaluations."""
 
     def __init__(self) -> None:
         self.started_with = NFE()

@@ -89,14 +89,14 @@ class Grid:
 
     @property
     def points(self) -> Any:
-        """The initial time and the output times as times t, (T,) or (T, batch)."""
+        """The initial time and the output times, (T,) or (T, batch), not measured from the start."""
         if self.t is not None:
             return self.t.movedim(-1, 0)
         times = np.concatenate([np.zeros_like(self.end)[..., None], self.outputs], -1)
         return np.moveaxis(self.begin[..., None] + self.sign[..., None] * times, -1, 0)
 
     def time(self, elapsed: Array) -> Array:
-        """Convert a time ``elapsed`` since the start to the time t, () or (batch,)."""
+        """Return the times t, () or (batch,), for the times ``elapsed`` measured from the start of the solve."""
         return self.begin + self.sign * elapsed
 
     def pieces(self, counts: Sequence[int]) -> Iterator[Piece]:
@@ -117,7 +117,14 @@ class Grid:
                 yield interval, part, count
 
     def bound(self, elapsed: Array, interval: int) -> Any:
-        """Return the time at which a piece of an interval starts or ends, with its gradient if it is an output time."""
+        """Return the time t at which a piece of an output interval starts or ends, () or (batch,).
+
+        If it is an output time, it has a gradient with respect to this output time.
+
+        Arguments:
+            elapsed: the time, measured from the start of the solve, () or (batch,).
+            interval: the index of the output interval.
+        """
         time, points = self.time(elapsed), self.points
         if self.t is None:
             return time
@@ -131,22 +138,34 @@ class Grid:
         return (abs(self.jumps - elapsed[..., None]) <= self.near).any(-1)
 
     def lag(self, begin: Tensor, elapsed: Array, interval: int) -> Tensor | None:
-        """Return 0 with the gradient of ``begin`` for samples for which it is an output time on a jump, or None."""
+        """Return zeros, () or (batch,), that have the gradient of ``begin`` for samples with a jump of f at this time.
+
+        The jump does not move with the output time, so the caller subtracts this gradient from later states. The
+        result is None if no correction is needed.
+
+        Arguments:
+            begin: the time t at which the first piece of an output interval starts.
+            elapsed: the same time, measured from the start of the solve.
+            interval: the index of the output interval.
+        """
         if self.t is None or interval == 0 or not (elapsed == self.outputs[..., interval - 1]).all():
             return None
         return torch.where(to_device(self.is_on_jump(elapsed), self.t), begin - begin.detach(), 0.0)
 
     def beside_jump(self, elapsed: Array) -> Any:
-        """Return a short time with the sign of a step if ``elapsed`` is the time of a jump, else 0."""
+        """Return the time to add to ``elapsed`` so that f is evaluated just after a jump; 0 if there is no jump.
+
+        It has the shape () or (batch,), and is negative for a solve backwards in time.
+        """
         short = np.where(self.is_on_jump(elapsed), self.sign * 2.0 * self.near, 0.0)
         return short if self.t is None else to_device(short, self.t).to(self.t)
 
     @property
     def stops(self) -> Array:
-        """The output times on which steps end, padded with the final time.
+        """The output times at which steps must end, (T - 1,) or (batch, T - 1).
 
-        If the times need gradients, steps do not end on output times that lie on a jump of f, because the jump is
-        fixed.
+        If the output times need gradients, an output time at a jump of f does not count: steps end just before and
+        after the jump, whose time has no gradient. The array holds the final time in its place.
         """
         if self.t is None or self.jumps is None:
             return self.outputs
@@ -154,7 +173,7 @@ class Grid:
         return np.where(distance <= 2.0 * self.near, self.end[..., None], self.outputs)
 
     def differentiable(self, elapsed: Array, empty: float = 0.0) -> Tensor:
-        """Convert a time ``elapsed`` since the start to a tensor with gradients with respect to the output times.
+        """Return the times t for the times ``elapsed`` since the start, with gradients for the output times.
 
         The time moves with the two output times around it, at a constant fraction of their interval. If they are equal,
         the fraction is ``empty``. Jumps of f are treated as output times without gradients.
@@ -177,7 +196,7 @@ class Grid:
 
     @property
     def lane_times(self) -> Tensor:
-        """The times ``t``, which have gradients, in the shape (T,) or (batch, T)."""
+        """The tensor ``t`` of the times, (T,), or (batch, T) if samples may have different steps."""
         if self.t is None:
             raise TypeError("the times of this grid have no gradients")
         return self.t if self.lanes is None or self.t.dim() > 1 else self.t.expand(self.lanes, -1)
@@ -185,7 +204,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class TracedGrid:
-    """The times ``t`` of a solve with fixed steps inside a graph of torch.compile or torch.export."""
+    """The times ``t`` of a solve with fixed steps while torch.compile or torch.export records it.
+
+    It replaces :class:`Grid`, whose methods need the values of the times.
+    """
 
     t: Tensor
     jumps = None
@@ -200,6 +222,6 @@ class TracedGrid:
 
 
 def to_device(x: Array, like: Tensor) -> Tensor:
-    """Copy an array to a tensor on the device of ``like``."""
+    """Copy a NumPy array to a tensor on the device of the tensor ``like``."""
     copy = np.array(x, order="C")  # copies arrays without dimensions, too
     return _torch.to_device(torch.from_numpy(copy), like.device)

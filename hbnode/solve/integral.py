@@ -42,16 +42,16 @@ class WithIntegral(nn.Module):
 
     @property
     def counted_as(self) -> nn.Module:
-        """The wrapped field. Function evaluations of this field count as evaluations of the wrapped field."""
+        """The wrapped field, for which :func:`hbnode.count_nfe` counts the evaluations of this field."""
         return self.field
 
     def start(self, state: State) -> tuple[Tensor, ...]:
-        """Return the initial state (*y, q) with q = 0."""
+        """Return the initial state (*y, q) with q = 0, where y are the tensors of ``state``."""
         y = parts(state)
         return (*y, y[0].new_zeros(len(y[0])))
 
     def split(self, *pieces: Tensor) -> tuple[State, Tensor]:
-        """Return the solution y and the integral q, given the tensors of a state (*y, q) or of its trajectory."""
+        """Return y in the structure of the user's state, and q, from the tensors of a state (*y, q) or a trajectory."""
         *y, q = pieces
         return (y[0] if self.single else tuple(y)), q
 
@@ -86,7 +86,10 @@ def _check_call(integrand: Integrand) -> None:
 
 
 def settings_of_integral(settings: Settings) -> Settings:
-    """Return the settings without compilation; raise ValueError if the method cannot solve a general field."""
+    """Return the settings with ``compile=False`` for a solve with an integral.
+
+    Raise ValueError if the method needs an HBNODE or another special field.
+    """
     method, gradient = settings.method, settings.gradient
     if (method is not None and ALL_METHODS[method].field != "any") or gradient == "reversible":
         got = f"got method={method!r} with gradient={gradient!r}"

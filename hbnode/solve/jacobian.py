@@ -62,7 +62,7 @@ def by_vjps(field: RHS, t: Tensor, x: Tensor, *, create_graph: bool) -> Derivati
 
 
 def by_vjps_of_func(field: RHS, t: Tensor, x: Tensor) -> Derivatives:
-    """Return ∂f/∂x and ∂f/∂t by VJPs of ``torch.func``, with three calls of the field."""
+    """Return ∂f/∂x and ∂f/∂t, computed by vector-Jacobian products of ``torch.func`` with three calls of the field."""
     basis = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)[:, None].expand(-1, *x.shape)
 
     def pullback_to_t(cotangent: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def by_vjps_of_func(field: RHS, t: Tensor, x: Tensor) -> Derivatives:
 
 
 def by_jvps(field: RHS, t: Tensor, x: Tensor) -> Derivatives:
-    """Return ∂f/∂x and ∂f/∂t by JVPs of ``torch.func``, with one call of the field under ``torch.func.vmap``."""
+    """Return ∂f/∂x and ∂f/∂t, computed by JVPs of ``torch.func``: one call of the field under ``torch.func.vmap``."""
     n = x.shape[1]
     directions = torch.eye(n + 1, n, dtype=x.dtype, device=x.device)[:, None].expand(n + 1, *x.shape)
     rates = torch.eye(n + 1, dtype=t.dtype, device=t.device)[n]

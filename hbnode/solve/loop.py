@@ -33,14 +33,14 @@ UNKNOWN_QUERIES = (
 
 
 class Begun(NamedTuple):
-    """The setup of a solve, with the jumps of f, and the initial state of its method."""
+    """A solve before its first step: the setup, whose grid has the times of jumps of f, and the initial state."""
 
     setup: Setup
     state: Rows
 
 
 def start_of(setup: Setup, y0: Any, *, ends_on_signals: bool = True) -> Begun:
-    """Return the method's initial state, and the setup with the jumps of f.
+    """Prepare a solve from ``y0``: compute the initial state of the method, and find the times at which f jumps.
 
     If ``ends_on_signals``, the sample times of the signals that the field evaluates are added to the jumps.
     """
@@ -127,7 +127,7 @@ class Solution(NamedTuple):
 
     Attributes:
         rows: the tensors of the solution at all times, each (T, elements) or (T, batch, elements).
-        events: the steps of a solve with events, which record the events; else None.
+        events: the stepper that recorded the events; None for a solve without events.
         owned: the objects that the backward pass needs. The graph has only weak references to them.
     """
 
@@ -179,7 +179,7 @@ def integrate(begun: Begun, take: StepFunction | None = None, *, every: int = 1_
 
 
 def fixed_steps(setup: Setup, every: int) -> Iterator[Attempt]:
-    """Yield the fixed steps of a solve as attempts; each holds at most ``every`` equal steps of one output interval."""
+    """Yield the fixed steps of a solve as attempts, each with at most ``every`` equal steps in one output interval."""
     stepper, grid, number, times = setup.stepper, setup.grid, 0, setup.grid.points  # (T,) or (T, batch)
     term, method, no_times = stepper.term, stepper.method, stepper.no_times
     nodes, every = method.nodes, 1 if open_records else every
@@ -218,7 +218,11 @@ def fixed_steps(setup: Setup, every: int) -> Iterator[Attempt]:
 
 
 class SavedOutputs:
-    """The states at the output times, stored in the order in which they are computed, with the index of each output."""
+    """A store for the states at the output times, which are added in the order in which they are computed.
+
+    If samples have different steps, they reach an output time at different steps. Therefore the index of each state in
+    the store is kept for each output time and sample.
+    """
 
     def __init__(self, setup: Setup, state: Rows) -> None:
         self.setup, self.grid, rows = setup, setup.grid, state[: setup.stepper.term.rows]
@@ -238,7 +242,11 @@ class SavedOutputs:
             self._add_at_start(state, at_start)
 
     def _add_at_start(self, state: Rows, at_start: Array) -> None:
-        """Add outputs at times t that equal the initial time t_0, as y + (t - t_0) y', which has a gradient for t."""
+        """Add the states at output times t that equal the initial time t_0.
+
+        They are computed as y + (t - t_0) y', so that they have a gradient with respect to t. ``state`` is the initial
+        state, and ``at_start`` a mask (T, batch) of the times that equal t_0.
+        """
         outputs, lanes = np.nonzero(at_start[1:])
         if not len(lanes):
             return

@@ -100,7 +100,7 @@ class Method:
             self.dense_error_factor = tableau.dense_error_factor
 
     def bind(self, term: Any) -> Self:
-        """Return a copy of this method for an :class:`~hbnode.solve.term.ODETerm`, or the method itself.
+        """Return this method, or a copy of it with what it needs of the :class:`~hbnode.solve.term.ODETerm` ``term``.
 
         A splitting method stores the activation σ of the term, and a Rosenbrock method the shapes of its linear
         systems.
@@ -147,7 +147,10 @@ class Method:
         raise NotImplementedError
 
     def undo(self, state: Rows, coefficients: Rows, times: Times, field: RHS) -> Rows:
-        """Reverse a step and return the state before it; for an FSAL method, ``times`` only holds the step's start."""
+        """Return the state before a step, given the state after the step, by reversing it.
+
+        For an FSAL method, ``times`` holds only the time at which the step starts.
+        """
         raise NotImplementedError
 
 
@@ -292,7 +295,10 @@ class Nystrom(Explicit):
             power = power @ a / 4
 
         def q_h(one: Array, theta: Array, w: np.ndarray) -> np.ndarray:
-            """Return the polynomials for the matrix rows of C that give h; with one = theta = 0, its error estimate."""
+            """Return the polynomials for the matrix rows of C that give the position h at ``theta``.
+
+            With one = theta = 0, return those of the error estimate of h.
+            """
             q = w @ g
             q[0, :, 0] += one
             q[1, :, 0] += theta / 2
@@ -404,7 +410,7 @@ class Exponential(Explicit):
         self.powers = len(self.c)
 
         def row(kind: int, end: int, polynomial: np.ndarray) -> np.ndarray:
-            """Return the factors of the weights in the matrix row of C for position (kind 0) or momentum (kind 1)."""
+            """Return the factors by which weights are multiplied in the matrix row of C for h (kind 0) or m (kind 1)."""
             found = np.zeros((2, len(ends), self.powers + 2, self.powers + 3))
             found[kind, end, [0, 1], [0, 1]], found[kind, end, 2:, 2:] = 1.0, polynomial
             return found
@@ -423,7 +429,10 @@ class Exponential(Explicit):
         self.constants = constant_arrays(ends, np.stack(rows, -2), row(0, 0, self._interpolant(whole))[0, 0])
 
     def _interpolation(self, values: list[int]) -> np.ndarray:
-        """Return the coefficients (powers, columns) of the polynomial through the values of f with these indices."""
+        """Return the coefficients of the polynomial in θ through some of the values F_i of f, (powers, columns).
+
+        ``values`` holds the indices i. The coefficient of θ^k is the sum of F_i times the entry [k, i].
+        """
         polynomial = np.zeros((self.powers, self.powers + 1))
         nodes = np.append(self.c, self.c[-1])[values]
         polynomial[: len(values), values] = np.linalg.inv(nodes[:, None] ** np.arange(len(values)))
@@ -514,7 +523,10 @@ class Splitting(Method):
         self.activation: Callable[[Tensor], Tensor] | None = None
 
     def bind(self, term: Any) -> Self:
-        """Return a copy of this method for h' = σ(m) if the field has an activation σ, else the method itself."""
+        """Return this method, or for a GHBNODE a copy of it with the field's activation σ.
+
+        A drift of the copy updates h by h' = σ(m) instead of h' = m.
+        """
         activation, shape = getattr(term.inner, "activation", None), term.template.shape
         if activation is None:
             return self
@@ -600,7 +612,7 @@ class Rosenbrock(Method):
         self.constants = constant_arrays(np.stack([a.T, C.T], 1), a[-1], dense, middle)
 
     def bind(self, term: Any) -> Self:
-        """Return a copy of this method for the state of a term, with one linear system per sample."""
+        """Return a copy of this method that solves one linear system per sample, with the state's shape of the term."""
         method = copy.copy(self)
         tensors = parts(term.like)[: 1 if term.second_order else None]
         is_batch = all(x.dim() > 1 and x.shape[0] == tensors[0].shape[0] for x in tensors)  # len(x) fixes it in a graph
@@ -629,11 +641,11 @@ class Rosenbrock(Method):
         return xp.stack([xp.concatenate([*zeros[:r], weights, *zeros[r:]], -1) for r in range(self.rows)], -2)
 
     def matrix(self, row: Tensor) -> Tensor:
-        """Reshape a tensor of the state, such as y, to a matrix (samples, unknowns)."""
+        """Reshape a tensor of the state, such as y, to (samples, elements per sample)."""
         return row.reshape(self.shape) if self.places is None else row[self.places]
 
     def row(self, matrix: Tensor, shape: Any) -> Tensor:
-        """Reshape a matrix (samples, unknowns) to a tensor of the given shape, the inverse of :meth:`matrix`."""
+        """Reshape ``matrix`` (samples, elements per sample) to ``shape``, the inverse of :meth:`matrix`."""
         return matrix.reshape(shape) if self.places is None else matrix.flatten()[self.inverse]
 
     def step(
@@ -717,7 +729,10 @@ class FixedStepRungeKutta(Method):
 
 
 def broadcasting(packed: Tensor, dims: int) -> Tensor:
-    """Reshape coefficients (coefficients, ...) so that each broadcasts with a tensor that has ``dims`` dimensions."""
+    """Append dimensions of length 1 to ``packed`` (coefficients, ...).
+
+    Each coefficient then broadcasts with a tensor of the state, which has ``dims`` dimensions.
+    """
     return packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim())) if packed.dim() > 1 else packed
 
 
@@ -774,7 +789,7 @@ class HostFormula(torch.autograd.Function):
 
 
 def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], xp: Any, like: Tensor) -> Tensor:
-    """Compute ``formula(xp, number, *args)`` on the CPU, and convert it to the dtype and device of ``like``."""
+    """Return ``formula(xp, number, *args)``, computed on the CPU, as a tensor of the dtype and device of ``like``."""
     if xp is np:
         with np.errstate(all="ignore"):
             return torch.from_numpy(np.ascontiguousarray(formula(np, np.asarray(number), *args))).to(like)
@@ -789,7 +804,7 @@ def moveaxis(x: Array, source: Any, destination: Any) -> Array:
 
 
 def strictly_lower(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """Return the strictly lower triangular matrix A of a tableau, given its matrix rows from the second one on."""
+    """Return the square, strictly lower triangular matrix whose rows, from the second one on, begin with ``rows``."""
     a = np.zeros((len(rows) + 1, len(rows) + 1))
     for i, row in enumerate(rows):
         a[i + 1, : len(row)] = row
@@ -797,13 +812,19 @@ def strictly_lower(rows: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def constant_arrays(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[Tensor, ...]]:
-    """Return the arrays, and tensors with the same values that are never inference tensors."""
+    """Return a pair: a tuple of the arrays, and a tuple of tensors with the same values.
+
+    The tensors are not inference tensors, even if hbnode is imported in inference mode, because autograd saves them.
+    """
     with torch.inference_mode(False):
         return arrays, tuple(torch.from_numpy(np.ascontiguousarray(x)) for x in arrays)
 
 
 def constants(arrays: tuple[Any, Any], xp: Any, size: Array) -> tuple[Array, ...]:
-    """Return the arrays of :func:`constant_arrays` if ``xp`` is NumPy, else its tensors on the device of ``size``."""
+    """Return the constants of a method as NumPy arrays if ``xp`` is NumPy, else as tensors on the device of ``size``.
+
+    ``arrays`` is a result of :func:`constant_arrays`.
+    """
     in_numpy, in_torch = arrays
     return in_numpy if xp is np else tuple([x.to(size.device) for x in in_torch])
 

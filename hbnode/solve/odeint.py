@@ -219,7 +219,10 @@ def solve(
     field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, *, end: bool = False,
     events: Any = None,
 ) -> Any:  # fmt: skip
-    """Solve as :func:`odeint` does, and count evaluations and steps in ``nfe``; ``end`` returns only the last state."""
+    """Solve as :func:`odeint` does, with checked ``settings``, and count evaluations and steps in ``nfe``.
+
+    With ``end`` the result is the last state instead of the trajectory.
+    """
     if not is_tracing():
         return _solve(field, y0, t, settings, nfe, end, events)
     if events is None and is_traceable(settings):
@@ -259,7 +262,10 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
 def _solve_natively(
     setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snapshot, key: Any
 ) -> tuple[State, tuple[EventRecord, ...] | None]:
-    """Solve as :func:`run` does, but by compiled graphs if ``compile`` is True and the graphs support the solve."""
+    """Solve as :func:`run` does, but by compiled functions if ``compile`` is True and they support the solve.
+
+    ``key`` is the result of :func:`hbnode.solve.compiled.key_of`.
+    """
     settings, gradient = setup.settings, gradient_mode(setup.settings.gradient)
     if settings.compile and _torch.may_look():
         setup, found = _compiled(setup, field, y0, t, snapshot, getattr(gradient, "keep_bytes", None), key)
@@ -271,7 +277,10 @@ def _solve_natively(
 def native_setup(
     field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, events: Sequence[Event], *, end_only: bool
 ) -> Setup:
-    """Return the setup of a solve with a native method; ``settings`` are those that :func:`resolve` returns."""
+    """Return the setup of a solve of ``field`` from ``y0`` at the times ``t`` with a native method.
+
+    ``settings`` have no defaults left: they are the result of :func:`resolve`.
+    """
     method, template = METHODS[settings.method], parts(y0)[0]
     if any(hasattr(field, name) for name in torchdiffeq_methods.CALLBACKS):
         torchdiffeq_methods.warn_of_callbacks(field, settings.method, torchdiffeq_methods.CALLBACKS)
@@ -290,7 +299,11 @@ def native_setup(
 
 
 def run(setup: Setup, y0: State, snapshot: Snapshot, gradient: Any) -> tuple[State, tuple[EventRecord, ...] | None]:
-    """Solve with a gradient mode; return the trajectory or the final state, and the records of events or None."""
+    """Solve from ``y0`` with the mode object ``gradient``.
+
+    Returns:
+        The trajectory or the final state, and a tuple with the :class:`EventRecord` of each event, or None.
+    """
     term = setup.stepper.term
     with solving(snapshot, term.template.device.type):
         rows, steps, objects = gradient.solve(setup, y0, snapshot)
@@ -334,13 +347,16 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
 
 
 def is_second_order(method: str, field: Callable[..., Any]) -> bool:
-    """Return whether a method solves the field as the equation h'' + γh' = f(h, t) with the damping γ."""
+    """Return whether ``method`` solves the field as the second-order equation h'' + γh' = f(h, t) with the damping γ.
+
+    Other methods solve it as a first-order equation.
+    """
     known = TRACEABLE[method]
     return known.rows == 2 or (isinstance(known, Rosenbrock) and is_heavy_ball(field, HBNODE))
 
 
 def constant_damping(field: Callable[..., Any]) -> float:
-    """Return the largest damping γ of an HBNODE or GHBNODE if γ is constant; return 0 for all other fields."""
+    """Return the largest damping γ of the channels of an HBNODE or GHBNODE; 0 if γ is learned or for other fields."""
     inner = unwrap_compiled(field)
     if not isinstance(inner, (HBNODE, GHBNODE)) or inner.omega is not None:
         return 0.0
@@ -383,7 +399,11 @@ def _compiled(
 
 
 def _compiled_steps(setup: Setup, field: Any, y0: State, t: Tensor, snapshot: Snapshot) -> tuple[Setup, State | None]:
-    """Solve by one compiled function if there are few fixed steps; otherwise return a setup with a compiled step."""
+    """Solve by one compiled function if there are few fixed steps; otherwise compile a single step.
+
+    Returns:
+        The setup and the solution, as :func:`_compiled` does. Without a solution, the setup has the compiled step.
+    """
     settings, stepper, method, term = setup.settings, setup.stepper, setup.stepper.method, setup.stepper.term
     if not stepper.like.numel():
         return setup, None
@@ -427,7 +447,9 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
     """
     what = "t of shape (batch, T)" if t.dim() == 2 else "per_sample=True" if settings.per_sample else "events="
     tensors = parts(y0)
-    if any(part.dim() == 0 or part.shape[0] != tensors[0].shape[0] for part in tensors):  # len() is fixed in a graph
+    if any(
+        part.dim() == 0 or part.shape[0] != tensors[0].shape[0] for part in tensors
+    ):  # len() is a constant for torch.export
         raise ValueError(
             f"{what} needs a state whose parts have the shape (batch, ...), got {describe(y0)}. Fix: y.unsqueeze(0)."
         )
@@ -458,7 +480,11 @@ def is_traceable(settings: Settings) -> bool:
 
 
 def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings, counter: Tally, end: bool) -> State:
-    """Solve by operations that a graph can record; the recorded adaptive steps have no gradients."""
+    """Solve while torch.compile, torch.export or torch.jit.trace records the program.
+
+    No values of tensors are read, and adaptive steps have no gradients. With ``end`` the result is the final state,
+    else the trajectory.
+    """
     snapshot, is_fixed = Snapshot(field, for_backward=False), settings.steps is not None  # a graph has no backward
     y0 = checked_state(field, y0, snapshot)
     settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
@@ -479,7 +505,10 @@ def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings
 
 
 def check_damping(setup: Setup, field: Callable[..., Any]) -> None:
-    """Raise MaxStepsError before the solve if the damping alone requires more than ``max_steps`` steps."""
+    """Raise MaxStepsError before the solve if the damping requires more than ``max_steps`` steps.
+
+    Explicit methods need a step size below a multiple of 1/γ for the damping γ.
+    """
     settings, end, limit = setup.settings, setup.grid.end, setup.stepper.method.damping_limit
     damping, reach = (setup.stepper.strongest, limit) if limit < math.inf else (constant_damping(field), 4.0)
     span = float(end.max()) if damping and end.size else 0.0
@@ -526,7 +555,10 @@ def check_finite(setup: Setup, y0: State, rows: Rows) -> None:
 
 
 def traced_times(t: Times, device: torch.device) -> Tensor:
-    """Convert ``t`` to a float64 tensor on ``device``; raise ValueError if Python numbers are not ordered."""
+    """Convert ``t`` to a float64 tensor on ``device``; raise ValueError if times given as numbers are not ordered.
+
+    The values of tensors cannot be checked while torch.compile or torch.export records the program.
+    """
     if isinstance(t, (Tensor, np.ndarray)):
         return torch.as_tensor(t).to(device, torch.float64)
     given = list(t)
@@ -543,7 +575,7 @@ def traced_times(t: Times, device: torch.device) -> Tensor:
 
 
 def checked_span(t_span: Sequence[float]) -> tuple[float, float]:
-    """Return the start and end of ``t_span`` as floats; raise an error if they are not finite or not different."""
+    """Return the start and end time ``t_span`` as two floats; raise an error unless they are finite and different."""
     if not isinstance(t_span, Sequence) or any(isinstance(t, Tensor) for t in t_span):
         raise TypeError(
             f"t_span must be two numbers (t0, T), got {t_span!r}. Fix: (0.0, 1.0); learned times go to block(x, t)."
@@ -556,7 +588,7 @@ def checked_span(t_span: Sequence[float]) -> tuple[float, float]:
 
 @functools.cache  # one warning per tolerance and dtype
 def check_precision(rtol: float, dtype: torch.dtype) -> None:
-    """Raise ValueError if ``rtol`` is far below the machine epsilon of the dtype; otherwise log a warning."""
+    """Log a warning that ``rtol`` is below the machine epsilon of ``dtype``; if it is far below, raise ValueError."""
     eps = torch.finfo(dtype).eps
     if rtol < eps / 100:
         what = f"rtol={rtol:g} is far below the machine epsilon {eps:.2g} of {dtype}"

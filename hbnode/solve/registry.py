@@ -56,7 +56,7 @@ Info = TypeVar("Info", MethodInfo, SDEMethodInfo)
 
 
 class Methods(tuple[Info, ...]):
-    """A tuple of descriptions of methods that prints as a table; ``pandas.DataFrame`` accepts it."""
+    """A tuple of :class:`MethodInfo` or :class:`SDEMethodInfo`; it prints as a table and fits ``pandas.DataFrame``."""
 
     __slots__ = ()
 

@@ -323,7 +323,10 @@ def time_grid(t: Times, dt: Any) -> tuple[Tensor, np.ndarray]:
 
 
 def step_sizes(t: Tensor, counts: np.ndarray) -> Tensor:
-    """Return the size of each step, (steps,) or (steps, batch)."""
+    """Return the sizes of all steps, (steps,) or (steps, batch).
+
+    ``counts`` holds the number of steps in each interval between two of the times ``t``, (T,) or (batch, T).
+    """
     return torch.from_numpy(np.repeat(np.diff(to_numpy(t)).T / counts.reshape(-1, *[1] * (t.dim() - 1)), counts, 0))
 
 
@@ -340,7 +343,10 @@ def step_seeds(seed: int | None, steps: int) -> np.ndarray:
 
 
 def scrambled(x: np.ndarray) -> np.ndarray:
-    """Apply a pseudo-random permutation of the 32-bit integers, made of xor-shifts and odd multipliers."""
+    """Return ``x``, an array of 32-bit integers, after a pseudo-random permutation of the 32-bit integers.
+
+    Different integers stay different. The permutation consists of xor-shifts and multiplications by odd numbers.
+    """
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & LOW
     x = x ^ (x >> 13)
@@ -349,7 +355,10 @@ def scrambled(x: np.ndarray) -> np.ndarray:
 
 
 def step_normals(seeds: np.ndarray, shape: tuple[int, ...], like: Tensor, step: int) -> Tensor:
-    """Generate the standard normal variables of a step from its seed, so that they need not be stored."""
+    """Return the standard normal variables of the step with the index ``step``, of the given shape.
+
+    They are generated from ``seeds[step]`` whenever they are needed, and not stored.
+    """
     try:
         generator = torch.Generator(like.device)
     except RuntimeError:  # the device has no generator
@@ -491,7 +500,11 @@ class SDEStepper(Stepper):
 
 
 def sde_setup(term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: Noise) -> Setup:
-    """Return the setup of a heavy-ball SDE, given the number of steps per interval and the noise of each step."""
+    """Return the setup of a solve of a heavy-ball SDE.
+
+    ``counts`` holds the number of steps in each interval between output times. ``noise`` returns the normal variables
+    of a step.
+    """
     eta = term.inner.solver_temperature()
     eta = term.aligned(eta, "temperature", "η") if isinstance(eta, Tensor) else eta
     eta = torch.as_tensor(eta, dtype=torch.float64, device="cpu")

@@ -45,7 +45,11 @@ INSTEAD = {  # for options that a method does not support: the fix in the error 
 
 @dataclass(frozen=True)
 class Settings:
-    """The solver arguments of :func:`hbnode.odeint`. Only :class:`hbnode.ODERNN` sets ``common_steps``."""
+    """The solver arguments of :func:`hbnode.odeint`, such as ``method`` and ``rtol``.
+
+    Only :class:`hbnode.ODERNN` sets ``common_steps``. All samples then take steps that are the same fraction of their
+    time spans.
+    """
 
     method: Any = None  # a name; None chooses one for the field
     rtol: float = 1e-5
@@ -63,11 +67,11 @@ class Settings:
 
     @property
     def is_native(self) -> bool:
-        """Whether hbnode implements the method."""
+        """Whether the method is one of hbnode's, and not one of torchdiffeq's."""
         return self.method not in TORCHDIFFEQ_METHODS
 
     def checked(self) -> Settings:
-        """Return the settings with normalized types; raise an error if a value is invalid or two values conflict."""
+        """Return the settings with values of standard types; raise an error if one is invalid or if two conflict."""
         is_torchdiffeq = is_one_of(self.method, tuple(TORCHDIFFEQ_METHODS))
         self._check_names(is_torchdiffeq)
         for name in ("rtol", "atol"):
@@ -109,7 +113,7 @@ class Settings:
             raise ValueError(f"save must be one of {SAVES}, got {self.save!r}. Fix: {fix}.")
 
     def _check_native(self) -> None:
-        """Raise an error if the native method does not support the options, ``steps`` or ``gradient``."""
+        """Raise an error if the native method ``method`` does not support the options, ``steps`` or ``gradient``."""
         method, gradient, options = self.method, self.gradient, self.options
         if method is None:
             method = "blanes_moan4" if gradient == "reversible" else "tsit5"

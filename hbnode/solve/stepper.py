@@ -39,8 +39,8 @@ class Attempt:
 
     Attributes:
         time: the time t at which the step starts.
-        size: the signed step size, () or (batch,): a tensor if the times need gradients or a graph is traced, else an
-            array.
+        size: the signed step size, () or (batch,): a tensor if the times need gradients or while
+            torch.compile or torch.export records the solve, else an array.
         times: the times of the function evaluations, one sequence per step.
         error: whether to estimate the error.
         lanes: the sample index of each output inside the step; None if all samples have the same outputs.
@@ -68,7 +68,10 @@ class Attempt:
     lag: Tensor | None = None
 
     def inside(self, lanes: int) -> Array:
-        """Return a mask (batch,) of the samples with an output before the end of the step, which needs dense output."""
+        """Return a mask (batch,) of the samples that have an output time before the end of the step.
+
+        These outputs are computed by dense output. ``lanes`` is the batch size.
+        """
         found = np.zeros(lanes, bool)
         found[self.lanes[self.theta != 1.0]] = True
         return found
@@ -128,7 +131,7 @@ class Stepper:
 
     @classmethod
     def of(cls, term: ODETerm, method: Method, settings: Settings, gamma: Any = None, **others: Any) -> Self:
-        """Return the stepper of a term and a method; ``gamma`` replaces the damping of the term if it is not None."""
+        """Return the stepper for an equation and a method; ``gamma``, if not None, replaces the damping of the term."""
         gamma, number = term.damping if gamma is None else gamma, None
         if not isinstance(gamma, Tensor):
             number = gamma
@@ -144,7 +147,10 @@ class Stepper:
 
     @property
     def strongest(self) -> float:
-        """The largest damping γ if the method limits γ times the step size, else 0."""
+        """The largest absolute value of the damping γ over all channels.
+
+        It is 0 if γ does not limit the step size of the method.
+        """
         if self.method.damping_limit == math.inf:
             return 0.0
         gamma = self.gamma if self.gamma_on_host is None else self.gamma_on_host
@@ -152,7 +158,10 @@ class Stepper:
 
     @property
     def constants(self) -> Tensor:
-        """The constants of the equation as one tensor, through which they get gradients; here the damping γ."""
+        """The constants of the equation as one tensor, here the damping γ.
+
+        The gradient modes compute the gradient with respect to this tensor.
+        """
         return self.damping
 
     @property
@@ -161,7 +170,7 @@ class Stepper:
         return self.gamma if isinstance(self.gamma, Tensor) else torch.tensor(self.gamma, dtype=torch.float64)
 
     def with_constants(self, constants: Tensor) -> Self:
-        """Return a copy of this stepper in which ``constants``, with equal values, replaces :attr:`constants`."""
+        """Return a copy of this stepper with the tensor ``constants``, which has equal values, for gradients."""
         return replace(self, gamma=constants)
 
     # Coefficients
@@ -220,7 +229,14 @@ class Stepper:
     def step(
         self, state: Rows, coefficients: tuple[Any, Tensor | None], attempt: Attempt, field: RHS | None = None
     ) -> Taken:
-        """Compute the steps of an attempt from ``state``; ``field`` replaces the term if it is not None."""
+        """Compute the steps of an attempt, and return their result.
+
+        Arguments:
+            state: the state of the method before the steps.
+            coefficients: what :meth:`coefficients` returns for the attempt.
+            attempt: the plan of the steps.
+            field: a function that replaces the right-hand side, or None.
+        """
         packed, weights = coefficients
         program = self.program if weights is None and field is None and not self.has_events else None
         field, error, columns, lanes = self.term if field is None else field, None, None, self.term.lanes
@@ -245,7 +261,10 @@ class Stepper:
         return Taken(state, error, tuple(outputs), event_columns)
 
     def _at_end(self, state: Rows, attempt: Attempt) -> list[Tensor]:
-        """Return the state at the end of a step once for each output, with gradients for the output times."""
+        """Return the state at the end of a step for each output of the step, with gradients for the output times.
+
+        The result is a list with a tensor (outputs, ...) for each tensor of the ODE state.
+        """
         index = None if self.term.lanes is None or attempt.lanes is None else attempt.lanes
         outputs = [row.unsqueeze(0) if index is None else row[index] for row in state[: self.term.rows]]
         if attempt.late is None:
@@ -255,7 +274,7 @@ class Stepper:
         return [row + late * slope for row, slope in zip(outputs, slopes, strict=False)]  # y + y' (t - end), t = end
 
     def _restarted(self, state: Rows, attempt: Attempt, field: RHS) -> Rows:
-        """Return the state with the value of the field just after a jump.
+        """Return the state of the method with the value of the field just after a jump instead of before it.
 
         If the jump is on an output time, ``lag`` removes the gradient with respect to this time from later states.
         """
@@ -266,7 +285,11 @@ class Stepper:
         return (*rows, field(attempt.restart, rows[0]))
 
     def _interpolated(self, ends: list[Tensor], columns: Tensor, weights: Tensor, attempt: Attempt) -> list[Tensor]:
-        """Return the states at the outputs, (outputs, ...): dense output inside the step, and ``ends`` at its end."""
+        """Return the states at the outputs of a step: a list with a tensor (outputs, ...) for each tensor of the state.
+
+        Outputs inside the step are dense output, computed from ``columns`` and ``weights``. Outputs at the end of the
+        step are taken from ``ends``, the result of :meth:`_at_end`.
+        """
         output_columns = columns.unsqueeze(1) if self.term.lanes is None else columns[:, attempt.lanes]
         inside, is_end = combined(weights, output_columns).unbind(1), attempt.theta == 1.0
         if not is_end.any():
@@ -275,7 +298,11 @@ class Stepper:
         return [torch.where(is_end, end, x) for end, x in zip(ends, inside, strict=True)]
 
     def slopes(self, state: Rows) -> Rows:
-        """Return the time derivative of each tensor of a state; the last entry of ``state`` is the field's value."""
+        """Return the time derivatives of the ODE state: (y',), or (h', m') for a second-order equation.
+
+        The field is not evaluated: ``state`` is the tuple (y, f) or (h, m, f) of an FSAL method, which also holds the
+        value f of the field at the same time.
+        """
         if not self.term.second_order:
             return state[1:]
         _, m, f = state
@@ -285,12 +312,15 @@ class Stepper:
     # Norms
 
     def norms(self, rows: Rows) -> Array:
-        """Return the root mean square of each tensor of the state, (tensors,) or (tensors, batch)."""
+        """Return the root mean square of each of the tensors ``rows``, (tensors,) or (tensors, batch), in NumPy."""
         x = torch.stack(rows).detach().unsqueeze(-1).flatten(1 if self.term.lanes is None else 2)
         return to_host(_torch.root_mean_square(x, (-1,)))
 
     def ratio(self, before: Rows, taken: Taken) -> Array:
-        """Return the root mean square of error / tolerance, () or (batch,); of several error groups, the largest value.
+        """Return the root mean square of error / tolerance, () or (batch,).
+
+        ``before`` is the state before the step, and ``taken`` its result. If the elements of the state are divided into
+        error groups, the result is the largest of the root mean squares of the groups.
 
         This is the only transfer from a GPU to the CPU in a step.
         """
@@ -309,16 +339,21 @@ class Stepper:
     # Failures
 
     def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
-        """Return an error with the time, step size and NFE; raise ValueError if a signal was queried outside its times.
+        """Return an exception of the class ``kind`` with the time ``t``, the step size ``size`` and the NFE.
 
-        Such a query returns NaN on a GPU, and is then the cause of the failure.
+        If a signal was evaluated outside its sample times, raise ValueError instead. On a GPU the signal then returned
+        NaN, which made the solve fail.
         """
         refuse_queries_outside()
         t, size = (float(np.ravel(as_array(x))[0]) for x in (t, size))
         return kind(f"{message} (method {self.name!r})", t=t, step_size=abs(size), nfe=self.term.counter.nfe.total)
 
     def start_not_finite(self, norm: Array, begin: Array) -> SolverError:
-        """Return the error for an initial state that is not finite; ``norm`` holds the norms of its tensors."""
+        """Return the exception for an initial state, or a field at the start, that is not finite.
+
+        ``norm`` holds the norms of the tensors of the method's state, (tensors,) or (tensors, batch). ``begin`` is the
+        initial time.
+        """
         bad = ~np.isfinite(norm)
         lane = first_index(bad.any(0))
         message = FIELD_NOT_FINITE
@@ -328,7 +363,11 @@ class Stepper:
         return self.failure(NonFiniteError, message, begin[lane], math.nan)
 
     def not_finite(self, attempt: Attempt, state: Rows, lane: tuple[int, ...] = ()) -> SolverError:
-        """Return the error for a step that is not finite; repeat the step to find the first non-finite evaluation."""
+        """Return the exception for a step whose result is not finite.
+
+        The step is repeated from ``state`` to find the first evaluation of the field that is not finite. ``lane`` is
+        the index (i,) of the sample, or () if all samples share their steps.
+        """
         found: list[Any] = []
         begin, size = (float(as_array(x)[lane]) for x in (attempt.time, attempt.size))
         nodes = iter((*[0.0] * (attempt.restart is not None), *self.method.nodes * len(attempt.times)))
@@ -354,7 +393,8 @@ class Setup:
 
     Attributes:
         stepper: the equation and the method.
-        grid: the times, a :class:`~hbnode.solve.grid.Grid`, or a ``TracedGrid`` inside a graph.
+        grid: the times, a :class:`~hbnode.solve.grid.Grid`, or a ``TracedGrid`` while torch.compile or
+            torch.export records the solve.
         settings: the arguments of :func:`hbnode.odeint`.
         counts: the number of fixed steps in each output interval. Steps are fixed if ``settings.steps`` is not None.
         end_only: whether to return the final state only.
@@ -363,7 +403,7 @@ class Setup:
     """
 
     stepper: Stepper
-    grid: Any  # a Grid, or a TracedGrid inside a graph
+    grid: Any  # a Grid or a TracedGrid
     settings: Settings
     counts: Sequence[int]
     end_only: bool = False
@@ -372,7 +412,7 @@ class Setup:
 
     @classmethod
     def of(cls, term: ODETerm, method: Method, t: Tensor, settings: Settings, **others: Any) -> Setup:
-        """Return the setup of a term, a method and output times (T,) or (batch, T)."""
+        """Return the setup to solve the equation ``term`` by ``method`` at the times ``t``, (T,) or (batch, T)."""
         has_events = bool(others.get("events"))
         stepper = Stepper.of(term, method, settings, has_events=has_events)
         grid = TracedGrid(t) if term.traced else Grid.of(t, stepper.like, term.lanes)
@@ -383,7 +423,10 @@ class Setup:
 
     @property
     def advice(self) -> str:
-        """The beginning of a fix in an error message: a method for strong damping, or for a stiff field, or nothing."""
+        """The beginning of the fix in error messages: a text that names a better method, or "".
+
+        It is ``"exponential"`` if the damping is strong, else ``"rodas5p"`` for a field that may be stiff.
+        """
         strongest = self.stepper.strongest
         if strongest > max(1.0, STRONG_DAMPING / max(float(self.grid.end.max()), 1e-300)):
             return (
@@ -393,7 +436,10 @@ class Setup:
         return "" if isinstance(self.stepper.method, Rosenbrock) else "method='rodas5p' if func is stiff, or "
 
     def check_nfe(self, t: Any, size: Any, evaluations: int) -> None:
-        """Raise MaxNFEError if the given number of further evaluations would exceed ``max_nfe``."""
+        """Raise MaxNFEError if the given number of further function evaluations would exceed ``max_nfe``.
+
+        ``t`` and ``size`` are the time and the step size for the error message.
+        """
         most, nfe = self.max_nfe, self.stepper.term.counter.nfe
         if most is None:
             return
@@ -407,7 +453,7 @@ class Setup:
 
 
 def first_index(mask: Array) -> tuple[int, ...]:
-    """Return the index of the first True in an array with any number of dimensions."""
+    """Return the index of the first True of a mask (batch,) as a tuple (i,), or () for a mask without dimensions."""
     return tuple(int(i[0]) for i in np.nonzero(mask)) if mask.ndim else ()
 
 
@@ -416,7 +462,11 @@ def as_array(x: Any) -> Array:
 
 
 def to_host(x: Tensor) -> Array:
-    """Convert norms to a NumPy array; the root mean square replaces dimensions that torch.func.vmap maps."""
+    """Convert norms to a NumPy array in float64.
+
+    Under torch.func.vmap, step sizes cannot differ between the mapped entries, so the result is the root mean square
+    over the mapped dimensions.
+    """
     if _torch.is_transformed():
         return np.sqrt((_torch.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
     if x.is_meta and type(x) is Tensor:

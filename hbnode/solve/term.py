@@ -46,7 +46,7 @@ class SolveDropout(nn.Module):
         self.solve: dict[str, Tensor] | None = None  # set by the running solve
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` times the mask; in evaluation mode, return ``x``."""
+        """Return ``x`` times the dropout mask of the solve; in evaluation mode, return ``x``."""
         if not self.training or self.p == 0:
             return x
         if self.solve is None:
@@ -130,7 +130,7 @@ class ODETerm:
         self.address: int | None = None  # memory address of the last value of the field
 
     def aligned(self, value: Tensor | float, name: str, symbol: str) -> Tensor | float:
-        """Return a constant of the equation, such as the damping γ; reshape a tensor to as many dimensions as h.
+        """Return ``value``, such as the damping γ; reshape a tensor of values per channel to as many dimensions as h.
 
         ``name`` and ``symbol`` name the constant in error messages.
         """
@@ -158,7 +158,10 @@ class ODETerm:
         return tuple(rows) if self.second_order or len(rows) == 1 else (torch.cat(rows, -1),)
 
     def unflatten(self, rows: tuple[Tensor, ...], times: tuple[int, ...] = ()) -> State:
-        """Convert flat tensors ``rows`` to a state; with ``times=(T,)``, convert tensors (T, ...) to a trajectory."""
+        """Convert the flat tensors ``rows`` to a state in the structure and shapes of the user's state.
+
+        With ``times=(T,)``, the tensors have a first dimension T and are converted to a trajectory.
+        """
         shape = (*times, *self.template.shape)
         if self.second_order:
             return rows[0].reshape(shape), rows[1].reshape(shape)
@@ -204,7 +207,10 @@ class ODETerm:
         return f if f.shape == row.shape else f.reshape(row.shape)
 
     def stages(self, times: Sequence[Any]) -> Sequence[Tensor]:
-        """Convert times to arguments of the field: scalar tensors, or (batch, 1, ...) to broadcast with the state."""
+        """Convert times to tensors with which the field can be called, in the dtype and on the device of the state.
+
+        Each time is a scalar, or has one entry per sample and is converted to (batch, 1, ...).
+        """
         like = self.template
         stages = torch.stack(list(times)) if isinstance(times[0], Tensor) else torch.from_numpy(np.stack(times))
         stages = stages.to(like.device, like.dtype)
@@ -213,7 +219,10 @@ class ODETerm:
         return stages.unbind(0)
 
     def trial(self, t: Tensor, row: Tensor) -> Tensor:
-        """Evaluate the field at a time that the solve may not reach; a signal returns NaN outside its samples."""
+        """Return the value of the field, without a graph, at a time that the solve may not reach.
+
+        A :class:`hbnode.Signal` in the field then returns NaN outside its samples instead of raising an error.
+        """
         before, queries.is_trial = queries.is_trial, True
         try:
             with torch.no_grad():
@@ -222,14 +231,21 @@ class ODETerm:
             queries.is_trial = before
 
     def derivative(self, t: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the time derivatives of the tensors ``rows``; this call of the field is not counted."""
+        """Return the time derivatives of all tensors of the state ``rows``, such as (h', m').
+
+        This call of the field does not count as a function evaluation.
+        """
         state = self.unflatten(rows)
         with self.in_autocast():
             return self.flatten(like(self.field(t, state), state))
 
 
 def materialize(field: Any, y0: State, t: Any) -> bool:
-    """Initialize lazy parameters of a field by evaluating it at the start; return whether it has lazy parameters."""
+    """Initialize the lazy parameters of a field by evaluating it with ``y0`` at the first of the times ``t``.
+
+    Returns:
+        Whether the field had lazy parameters.
+    """
     if not isinstance(field, nn.Module) or not any(map(nn.parameter.is_lazy, field.parameters())):
         return False
     first = torch.as_tensor(t[0], dtype=torch.float64).reshape(-1)[0]
@@ -310,7 +326,7 @@ class Snapshot:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The stored parameters and buffers."""
+        """A list of the stored parameters and buffers."""
         return [slot[2] for slot in self.slots]
 
     def __enter__(self) -> None:
@@ -329,7 +345,7 @@ class Snapshot:
 
 
 def _as_counter(buffer: Tensor) -> Tensor | None:
-    """Return the current value of a buffer that may be a counter of calls, or None if it cannot be a counter."""
+    """Return the current value of a buffer if it may count calls of the field, else None."""
     if buffer.is_floating_point():
         return None if buffer.dim() else buffer.clone()
     return None if buffer.is_complex() or buffer.dtype == torch.bool else buffer

@@ -40,7 +40,7 @@ TOO_MANY = "the solve needed more than max_steps={} {}. Fix: loosen rtol and ato
 
 
 def solve(field: Any, y0: State, t: Tensor, settings: Settings, counter: Tally, snapshot: Snapshot) -> State:
-    """Solve with one of torchdiffeq's methods, given the checked arguments of :func:`hbnode.odeint`."""
+    """Return the trajectory of a solve with one of torchdiffeq's methods; the arguments have been checked."""
     method, is_adjoint = settings.method, settings.gradient == "adjoint"
     is_scipy = TORCHDIFFEQ_METHODS[method].kind == "scipy"
     term = ODETerm(field, y0, counter, second_order=False, keeps_shape=isinstance(y0, Tensor))
@@ -94,7 +94,10 @@ def solver_of(method: str | None) -> Any:
 
 
 def step_events(method: str | None) -> dict[str, str]:
-    """Return a dict that maps callbacks of a method to ``"accepted"`` or ``"rejected"``; fixed steps are accepted."""
+    """Return a dict that maps the names of torchdiffeq's callbacks after a step to ``"accepted"`` or ``"rejected"``.
+
+    Methods with fixed steps have no such callbacks; their callback before a step counts as accepted.
+    """
     names: set[str] = getattr(solver_of(method), "valid_callbacks", set)()
     if "callback_accept_step" in names:
         return {"callback_accept_step": "accepted", "callback_reject_step": "rejected"}
@@ -150,7 +153,7 @@ class CountedField:
             raise self.failure(errors.NonFiniteError, message, t[0])
 
     def __call__(self, t: Tensor, y: Tensor) -> Tensor:
-        """Return the value of the field; if :meth:`leaves` evaluated it at equal arguments, reuse that value."""
+        """Return the value of the field; reuse the value that :meth:`leaves` computed if the arguments are equal."""
         t, y = t.to(self.dtype), y.to(self.dtype)  # times of a wider dtype would change the dtype of a scalar state
         first, self.first = self.first, None
         if first is not None and torch.equal(t, first[0]) and torch.equal(y, first[1]):
@@ -168,7 +171,10 @@ class CountedField:
         return self.term(t, y.clone() if y.is_leaf and y.requires_grad else y)  # f may change it in place
 
     def _evaluate_in_backward(self, t: Tensor, y: Tensor) -> Tensor:
-        """Evaluate the field with the parameters of the forward pass; raise ValueError if it uses unknown leaves."""
+        """Return the value of the field in the backward pass, computed with the parameters of the forward pass.
+
+        Raise ValueError if the value depends on leaf tensors for which the adjoint computes no gradient.
+        """
         with self.snapshot, torch.autocast(y.device.type, enabled=False, cache_enabled=False):
             if not torch.is_grad_enabled():  # for the gradient of an output time
                 return self._evaluate(t, y)
@@ -190,7 +196,10 @@ class CountedField:
         return tuple(found.values())
 
     def _call_back(self, name: str, t0: Tensor, y0: State, dt: Tensor) -> None:
-        """Handle the callback ``name`` of torchdiffeq: a step of size ``dt`` from ``(t0, y0)`` starts or ends."""
+        """Handle torchdiffeq's callback ``name``, called before or after a step of size ``dt`` from ``(t0, y0)``.
+
+        A finished step is counted. Before a step, the state and the step size are checked.
+        """
         in_adjoint, called = name.endswith("_adjoint"), name.removesuffix("_adjoint")
         t0 = -t0 if in_adjoint and self.is_down else t0  # torchdiffeq's adjoint negates decreasing times
         if called == "callback_step":
@@ -201,7 +210,11 @@ class CountedField:
             callback(t0, y0 if in_adjoint else self.term.unflatten((y0,)), dt)  # type: ignore[arg-type] # a flat state
 
     def _begin_step(self, t0: Tensor, y0: State, dt: Tensor, what: str) -> None:
-        """Raise an error if the state is not finite, the step is too small, or there are too many steps."""
+        """Check a step before torchdiffeq takes it.
+
+        Raise an error if the state is not finite, the step is too small, or there are too many steps. ``what`` names
+        the state in the error message.
+        """
         numbers = [x.to(dt).reshape(()) for x in (dt, all_finite(y0), (t0 + dt == t0) | (t0 - dt == t0))]
         self.step_size, finite, stuck = torch.stack(numbers).tolist()  # one check, so that a GPU is synchronised once
         is_adaptive = self.listed.kind == "adaptive"
@@ -224,7 +237,10 @@ class CountedField:
             raise self.failure(errors.MaxStepsError, TOO_MANY.format(self.settings.max_steps, counted), t)
 
     def check_solution(self, rows: Tensor, t: Tensor) -> None:
-        """Raise an error if the solution is not finite or scipy stopped early, which no callback reports."""
+        """Raise an error if the solution is not finite, or if scipy's solver stopped before the last time.
+
+        torchdiffeq's callbacks do not report this.
+        """
         if len(rows) != len(t):
             message = f"scipy stopped after {len(rows)} of {len(t)} output times. Fix: method='dopri5'"
             raise self.failure(errors.SolverError, message, t[-1])
@@ -251,7 +267,7 @@ class CountedField:
 
 
 def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequence[str]) -> None:
-    """Warn that ``method`` never calls the callbacks in ``names`` that the field has."""
+    """Warn about the callbacks in ``names`` that the field has, because ``method`` never calls them."""
     own, kind = getattr(field, "__dict__", {}), type(field)
     ignored = [name for name in names if name in own or hasattr(kind, name)]
     if ignored:
@@ -312,7 +328,10 @@ def equal_steps(func: object, y0: Tensor, t: Tensor, *, steps: int, jumps: Seque
 
 
 def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedField) -> dict[str, Any]:
-    """Return the options of the backward solve: the given options, and those of the forward solve except its norm."""
+    """Return the options for the backward solve of torchdiffeq's adjoint.
+
+    They are the options ``own`` that the user gave for it, and those of the forward solve except the norm.
+    """
     given: Any = {"norm": "seminorm"} if settings.adjoint_options is None else settings.adjoint_options
     given, term = checked_options(given, settings.method, "adjoint_options"), weakref.proxy(counted.term)
     if (norm := given.get("norm", "seminorm")) != "seminorm":
