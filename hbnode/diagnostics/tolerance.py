@@ -265,7 +265,10 @@ def _solve(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> _So
     model.zero_grad(set_to_none=True)
     with count_nfe(model) as nfe, torch.enable_grad():
         output = model(x)
-        loss(output).backward()
+        value = loss(output)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"loss must return a tensor, got {type(value).__name__}. Fix: loss=lambda y: y.sum().")
+        value.backward()
     tensors = [p for p in (x, *model.parameters()) if p.requires_grad]
     gradient = torch.cat([torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1) for p in tensors])
     return _Solved(output.detach().double(), gradient.double(), nfe)

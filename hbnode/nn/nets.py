@@ -310,7 +310,10 @@ def match_parameters(make: Callable[[int], Module], parameters: int) -> Module:
 
     def count(size: int) -> int:
         with torch.device("meta"):  # takes no memory and no random numbers
-            return sum(p.numel() for p in make(size).parameters() if p.requires_grad)
+            model = make(size)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"make must return a module, got {model!r}. Fix: make=lambda n: hbnode.ODERNN(8, n).")
+        return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
     parameters = as_count(parameters, "parameters")
     if count(1) > parameters:
