@@ -549,7 +549,7 @@ def _known_value(known: Any, needs_grad: bool, x: Tensor, time: Tensor) -> tuple
 
 
 class _GradientSums:
-    """Gradients with respect to leaf tensors, summed over the steps of a solve."""
+    """The gradients with respect to the leaf tensors of a field, summed over the steps of a solve."""
 
     def __init__(self, leaves: list[Tensor]) -> None:
         self.leaves = [x for x in leaves if x.requires_grad]

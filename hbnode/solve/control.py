@@ -131,7 +131,7 @@ class PIController:
     longest: Array = math.inf
 
     def start(self, xp: Any, size: Array, uneven: Array, most: Array) -> Control:
-        """Return the state of the controller at the start, given three of its entries, see :class:`Control`."""
+        """Return the state of the controller at the start, given three entries of :class:`Control`."""
         zero = xp.zeros_like(size)
         none = zero < 0.0
         return Control(zero, size, zero, zero, zero, uneven, zero + 1.0, none, zero, most, 0 * most)

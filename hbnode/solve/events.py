@@ -343,7 +343,15 @@ class EventSteps(AdaptiveSteps):
         return np.stack(found)
 
     def _rounding(self, event: Event, t: Tensor, rows: Rows, c: Array, scale: Rows) -> Array:
-        """Return how much rounding errors of t and the state, of magnitude ``scale``, can change the event function."""
+        """Return by how much rounding errors of the time and the state can change the event function, (batch,).
+
+        Arguments:
+            event: the event.
+            t: the times, (batch,).
+            rows: the tensors of the state.
+            c: the values of the event function at ``t`` and ``rows``, (batch,).
+            scale: the magnitudes of the elements of ``rows``, from which their rounding errors follow.
+        """
         error, moved = ROUNDINGS * torch.finfo(self.stepper.like.dtype).eps, []
         for row, size in zip(rows, scale, strict=True):
             # different factors for the elements, so that differences such as y_1 - y_2 change, too

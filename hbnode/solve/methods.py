@@ -410,7 +410,7 @@ class Exponential(Explicit):
         self.powers = len(self.c)
 
         def row(kind: int, end: int, polynomial: np.ndarray) -> np.ndarray:
-            """Return the factors by which weights are multiplied in the matrix row of C for h (kind 0) or m (kind 1)."""
+            """Return the factors by which the weights are multiplied in the row of C for h (kind 0) or m (kind 1)."""
             found = np.zeros((2, len(ends), self.powers + 2, self.powers + 3))
             found[kind, end, [0, 1], [0, 1]], found[kind, end, 2:, 2:] = 1.0, polynomial
             return found
@@ -615,7 +615,7 @@ class Rosenbrock(Method):
         """Return a copy of this method that solves one linear system per sample, with the state's shape of the term."""
         method = copy.copy(self)
         tensors = parts(term.like)[: 1 if term.second_order else None]
-        is_batch = all(x.dim() > 1 and x.shape[0] == tensors[0].shape[0] for x in tensors)  # len(x) fixes it in a graph
+        is_batch = all(x.dim() > 1 and x.shape[0] == tensors[0].shape[0] for x in tensors)  # torch.export fixes len(x)
         is_batch |= term.lanes is not None
         samples = tensors[0].shape[0] if is_batch else 1
         method.rows, method.places = term.rows, None

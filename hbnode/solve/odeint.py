@@ -447,9 +447,8 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
     """
     what = "t of shape (batch, T)" if t.dim() == 2 else "per_sample=True" if settings.per_sample else "events="
     tensors = parts(y0)
-    if any(
-        part.dim() == 0 or part.shape[0] != tensors[0].shape[0] for part in tensors
-    ):  # len() is a constant for torch.export
+    # torch.export would record len() as a constant
+    if any(part.dim() == 0 or part.shape[0] != tensors[0].shape[0] for part in tensors):
         raise ValueError(
             f"{what} needs a state whose parts have the shape (batch, ...), got {describe(y0)}. Fix: y.unsqueeze(0)."
         )

@@ -158,7 +158,7 @@ class UBU(SDEMethod):
     nodes, normals = (0.5,), 4
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Return a, b, i, j₁, j₂ of :func:`linear_step` for half a step, and the step size, which multiplies f."""
+        """Return a, b, i, j₁, j₂ of :func:`linear_step` for half a step, and the step size as the factor of f."""
         a, b, p, q, r = linear_part(gamma, size / 2)
         return torch.stack(torch.broadcast_tensors(a, b, scale * p, scale * q, scale * r, size))
 

@@ -135,7 +135,7 @@ class Settings:
 
 
 def checked_options(given: Any, method: str, name: str = "options") -> dict[str, Any]:
-    """Return a copy of the options ``given``; raise an error if a name is unknown or a value is invalid."""
+    """Return a copy of the dict of options ``given``; raise an error for an unknown name or an invalid value."""
     if method in TORCHDIFFEQ_METHODS:
         known = OPTIONS[TORCHDIFFEQ_METHODS[method].kind]
     else:

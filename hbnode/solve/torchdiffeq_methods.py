@@ -330,7 +330,8 @@ def equal_steps(func: object, y0: Tensor, t: Tensor, *, steps: int, jumps: Seque
 def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedField) -> dict[str, Any]:
     """Return the options for the backward solve of torchdiffeq's adjoint.
 
-    They are the options ``own`` that the user gave for it, and those of the forward solve except the norm.
+    They are the user's ``adjoint_options``, and the options ``own`` of the forward solve except its norm. Jump times
+    are negated if the times decrease, because torchdiffeq negates the times of the adjoint.
     """
     given: Any = {"norm": "seminorm"} if settings.adjoint_options is None else settings.adjoint_options
     given, term = checked_options(given, settings.method, "adjoint_options"), weakref.proxy(counted.term)
