@@ -55,7 +55,7 @@ def train(
         optimizer: an optimizer of the model's parameters. None is ``torch.optim.AdamW(model.parameters(), lr=1e-3)``.
             Default: ``None``.
         scheduler: a learning rate scheduler of ``torch.optim.lr_scheduler``, stepped after each epoch.
-            ``ReduceLROnPlateau`` is stepped with the validation loss. Default: ``None``.
+            ``torch.optim.lr_scheduler.ReduceLROnPlateau`` is stepped with the validation loss. Default: ``None``.
         max_epochs: largest number of epochs. Default: ``100``.
         patience: training ends after this number of epochs without a smaller validation loss. None is no limit.
             Default: ``10``.

@@ -516,8 +516,9 @@ class RecurrentCell(RecurrentBase):
 
     Shape:
         x: (batch, input_size) or (input_size,).
-        state: h, and c of an LSTM, (batch, hidden_size); the memory of the rule, (batch, gates * hidden_size), where
-            gates is 4 for an LSTM, 3 for a GRU and 1 otherwise.
+        state: h, and c of an LSTM, (batch, hidden_size).
+        memory of the rule: (batch, gates * hidden_size).
+        gates: 4 for an LSTM, 3 for a GRU, and 1 otherwise.
 
     Raises:
         TypeError: rule is neither a name nor a Rule, or bias is not a bool.
@@ -617,8 +618,8 @@ class RecurrentLayer(RecurrentBase):
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
         output: (T, batch, directions * hidden_size).
         state: h, and c of an LSTM, (layers * directions, batch, hidden_size).
-        memory of the rule: (layers * directions, batch, gates * hidden_size), where gates is 4 for an LSTM, 3 for a
-            GRU and 1 otherwise.
+        memory of the rule: (layers * directions, batch, gates * hidden_size).
+        gates: 4 for an LSTM, 3 for a GRU, and 1 otherwise.
 
     Raises:
         TypeError: rule is neither a name nor a Rule, or bias, batch_first or bidirectional is not a bool.

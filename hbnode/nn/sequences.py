@@ -88,7 +88,7 @@ class ODERNNState(Record):
 
     @property
     def joined(self) -> Tensor:
-        """Return h, or h and m concatenated: the state argument of a cell."""
+        """Return h, or h and m concatenated, which is the state argument of a cell."""
         return self.h if self.m is None else torch.cat([self.h, self.m], -1)
 
     @property
