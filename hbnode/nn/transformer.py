@@ -222,13 +222,13 @@ class HeavyBallConnection(Connection):
 
     @property
     def momentum(self) -> Tensor:
-        """The current momentum coefficients β (2,): that of self-attention, then that of the other sublayers."""
+        """The current momentum coefficients β (2,), first of self-attention, then of the other sublayers."""
         zero = torch.zeros_like(self.log_step_size)
         return zero if self.momentum_logit is None else torch.sigmoid(self.momentum_logit)
 
     @property
     def step_size(self) -> Tensor:
-        """The current step sizes γ (2,): that of self-attention, then that of the other sublayers."""
+        """The current step sizes γ (2,), first of self-attention, then of the other sublayers."""
         return self.log_step_size.exp()
 
     @override
