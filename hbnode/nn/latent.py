@@ -69,7 +69,7 @@ class LatentPrediction(Record):
 
     @property
     def components(self) -> Normal | StudentT:
-        """The distribution of each value given a sampled path, in the shape of ``paths``. The mixture is over the paths."""
+        """The distribution of each value given a path, in the shape of ``paths``; the mixture is over the paths."""
         if self.freedom is None:
             return Normal(self.paths, self.scale, validate_args=False)
         return StudentT(self.freedom, self.paths, self.scale, validate_args=False)
