@@ -252,7 +252,7 @@ def of(table: Mapping[str, T], key: str) -> T:
 
 
 def tuning(name: str, line: str, hours: float, metric: str) -> dict[str, Command]:
-    """Return the command for the table "rates": each model is trained with each of :data:`RATES` and another seed."""
+    """Return the command for the table "rates": each model is trained with each of :data:`RATES` and its own seed."""
     lines = " && ".join(f"{line} --lr {rate} --seed 10 --out {{out}}/{rate}" for rate in RATES)
     return {f"{name}/rates": Command(hours, lines, runs(metric, case="rate {lr:g}"), DATA[name])}
 

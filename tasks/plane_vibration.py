@@ -13,7 +13,7 @@ values a whole number of periods earlier.
 
 --protocol honest: the record is split by the phase in the period of 8192 time steps. In each of the nine periods
 training has the phases 0 to 3975, validation 4056 to 6043, and test 6124 to 8111, targets included. Between these
-ranges 80 phases are unused, the length of a segment with its forecast. The record is standardised with statistics of
+ranges 80 time steps are unused, as long as a segment with its forecast. The record is standardised with statistics of
 the training data.
 
 The preset "paper" uses the paper's sizes, split, tolerance and epochs. From the authors' code it uses the batch size

@@ -19,7 +19,7 @@ end: after each pass, and with the true target length ("oracle"). Immediate repe
 translations, as in the authors' code.
 
 The preset "paper" has the sizes of Lee et al. for IWSLT'16 (278 features, 507 hidden units, 5 layers, 2 heads, 40,000
-subwords, 8 passes). From their code it has the 4 passes in training, Adam's learning rate, and the kinds and
+subwords, 8 passes). From their code come the 4 passes in training, Adam's learning rate, and the kinds and
 probability of corruption. There are five differences. The training targets are human translations instead of the
 outputs of a teacher model. All embeddings and output layers share one weight. Sinusoidal positions and hbnode's layers
 replace positional attention and highway connections. The learning rate follows a cosine. Each word is corrupted

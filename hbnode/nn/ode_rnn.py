@@ -484,7 +484,7 @@ class ODERNNLayer(nn.Module):
         return s if s.shape[1] == self.state_size else torch.cat(parts(self.field.initial_state(s)), 1)
 
     def gaps(self, times: Tensor, solver: Solver) -> IntervalSolver:
-        """Return a solver for the gaps between times (batch, T) that records an autograd graph."""
+        """Return an object that solves the ODE over each gap between times (batch, T), with an autograd graph."""
         return IntervalSolver(self.field, times, solver, second_order=self.second_order)
 
     def forward(

@@ -535,7 +535,7 @@ class Splitting(Method):
         return method
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        """Return one array: the drifts' times, then e^{-γτ} and (1 - e^{-γτ})/γ of the kicks, with the damping γ."""
+        """Return one array: the durations of drifts, then e^{-γτ} and (1 - e^{-γτ})/γ for kicks of duration τ."""
         drifts, kicks = constants(self.constants, xp, size)
         lengths = size[..., None] * kicks
         z = (gamma * xp.ones_like(size))[..., None] * lengths

@@ -110,7 +110,9 @@ def unit_keys(spread: Tensor, shape: tuple[int, ...], generator: torch.Generator
 
 
 def doubled(count: int, length: int, symbols: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw sequences w 0 w 0 0 ..., with n symbols w of 1 to ``symbols``, n from length / 4 to below (length - 1) / 2.
+    """Draw sequences of a word w of n symbols, a 0, the word w again, and zeros to the end.
+
+    The symbols are from 1 to ``symbols``, and n is at least length / 4 and below (length - 1) / 2.
 
     Arguments:
         count: the number of sequences.

@@ -204,7 +204,7 @@ class LayerWithReadout(nn.Module):
         return self.head(h[:, -1] if self.last else h)
 
     def with_hidden(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return outputs, and h with the weights of its squared changes for structural damping.
+        """Return the outputs, and h with the weights of the squared changes of h in structural damping.
 
         The weights of a tanh RNN are 1 / (1 - h²), see :func:`hbnode.optim.tanh_hidden`; those of other layers are 1.
         """

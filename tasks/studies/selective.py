@@ -152,7 +152,7 @@ def make_model(name: str, problem: str, size: int, length: int, t: Tensor) -> nn
         return hbnode.nn.OscillatorStack(2, size, layers, output_size=outputs, **ranges)
     swings = name == "swinging"
     ranges |= {} if swings else {"frequency": None}
-    states = (size + 1) // 2 if swings else size  # a swinging state has two numbers
+    states = (size + 1) // 2 if swings else size  # an oscillating state takes two numbers
     return hbnode.nn.OscillatorStack(
         2, size, layers, output_size=outputs, num_oscillators=states, selective=True, **ranges
     )

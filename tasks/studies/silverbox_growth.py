@@ -69,7 +69,7 @@ class Draws:
         return torch.einsum("bij,bj->bi", self.weight, x) + self.bias
 
     def field(self) -> hbnode.Field:
-        """Return the field that solves all initialisations in one batch."""
+        """Return a field that evaluates the models of all initialisations as one batch."""
         timed = {"time_dependent": True}
         damped: dict[str, Any] = {**timed, "learn_damping": False, "initial_momentum": lambda x: self.start}
         xi = {"xi": math.log(2.0), "learn_xi": False}
