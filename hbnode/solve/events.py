@@ -641,7 +641,10 @@ class EventSteps(AdaptiveSteps):
             c = self._condition(event, inputs[0], tuple(inputs[1:]))
             found = torch.autograd.grad(c.sum(), inputs, allow_unused=True) if c.requires_grad else [None]
             if all(g is None for g in found):
-                raise ValueError("an event function must be differentiable. Fix: no comparisons and no detach() in it.")
+                raise ValueError(
+                    "an event function must be differentiable, got a value without a graph. "
+                    "Fix: compute it from t and the state by torch operations, without comparisons and detach()."
+                )
         rate = torch.zeros_like(t) if found[0] is None else found[0]
         for g, slope in zip(found[1:], slopes, strict=True):
             rate = rate if g is None else rate + (g * slope).unsqueeze(-1).flatten(1).sum(1)
