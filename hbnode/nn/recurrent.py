@@ -1421,6 +1421,13 @@ class TorchLayers(nn.Module):
 
         x is (T, batch, input_size), or (batch, T, input_size) with ``batch_first``.
         """
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            axis = 0 if self.batch_first else 1
+            raise ValueError(
+                f"x must be sequences of one length, a tensor with 3 axes, got {got}. Fix: x.unsqueeze({axis}) of one "
+                "sequence; a PackedSequence goes into the momentum layer itself."
+            )
         x = x.transpose(0, 1) if self.batch_first else x
         ends: list[tuple[Tensor, ...]] = []
         outputs: list[Tensor] = []

@@ -425,6 +425,8 @@ def checked_static(static: Tensor | None, size: int, x: Tensor, kind: str) -> Te
             + (f"{kind}(..., static_size={shape[-1]})." if shape and size == 0 else "one row of features per series.")
         )
     refuse_meta(static, "static")
+    if static.is_complex():
+        raise TypeError(f"static must hold real numbers, got {static.dtype}. Fix: static.real.")
     if may_look() and not bool(torch.isfinite(static).all()):
         raise ValueError("static is not finite. Fix: standardise, then static.nan_to_num(), so that NaN is the mean.")
     return static.to(x)
