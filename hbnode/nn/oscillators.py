@@ -879,6 +879,11 @@ class OscillatorCell(_OscillatorModule):
                 f"x must be (batch, input_size) with input_size={self.input_size}, got {tuple(x.shape)}. "
                 "Fix: x.unsqueeze(0) for a single sample, hbnode.nn.Oscillators for a series."
             )
+        if may_look() and not bool(torch.isfinite(x).all()):
+            raise ValueError(
+                "x must be finite, got NaN or inf, which would remain in the state. Fix: skip the sample, and add its "
+                "dt to that of the next sample."
+            )
         if x.dtype.itemsize != 2:  # a float32 cell accepts half-precision samples
             seq.check_dtype(x, [self.weight_in.dtype])
         batch, dtype = x.shape[0], self._dtype  # len(x) would make the batch size constant in a graph

@@ -394,7 +394,11 @@ def make_connection(kind: ConnectionName | MakeConnection, momentum: float | Non
                 f"connection_momentum={momentum!r} needs a connection name, got a function. Fix: leave it out, "
                 "and set the momentum in the function."
             )
-        return kind()
+        made = kind()
+        if not isinstance(made, Connection):
+            got = type(made).__name__
+            raise TypeError(f"connection must return a Connection, got {got}. Fix: connection='residual'.")
+        return made
     if not is_one_of(kind, tuple(CONNECTIONS)):
         raise ValueError(_unknown("connection", kind, tuple(CONNECTIONS)))
     if momentum is None:
