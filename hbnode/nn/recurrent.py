@@ -62,7 +62,17 @@ __all__ = [
 ]
 
 SMALL_PRODUCT = 2**21  # up to this many multiplications per sample, torch's layer with W = I is faster than a time loop
-SHOWN = "num_layers", "rule", "has_bias", "bidirectional", "dropout", "nonlinearity", "forget_bias", "init"
+SHOWN = (
+    "num_layers",
+    "rule",
+    "has_bias",
+    "batch_first",
+    "bidirectional",
+    "dropout",
+    "nonlinearity",
+    "forget_bias",
+    "init",
+)
 CHUNK_SIZE = 2**19  # number of filtered values that are computed and stored at once
 
 

@@ -186,6 +186,8 @@ class Objective:
             if not isinstance(z, Tensor):
                 fix = "output, state = model(x), and return output" if isinstance(z, tuple) else "pass a tensor"
                 raise TypeError(f"the {name} of {self.name}() must be a tensor, got {type(z).__name__}. Fix: {fix}.")
+        if not outputs.is_floating_point():
+            raise TypeError(f"the outputs of {self.name}() must be real numbers, got {outputs.dtype}. Fix: .float().")
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         positions = outputs.shape[: outputs.dim() - self.kind.class_dims]
         if not -outputs.dim() <= self.case_dim < outputs.dim() or self.case_dim % outputs.dim() >= len(positions):
@@ -207,7 +209,9 @@ class Objective:
         return Batch(outputs, targets, _as_hidden(hidden), weight, cases)
 
 
-def _as_weight(weight: Tensor, shape: Sequence[int], name: str) -> Tensor:
+def _as_weight(weight: object, shape: Sequence[int], name: str) -> Tensor:
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(weight).__name__}. Fix: torch.tensor(weight).")
     try:
         is_broadcast = torch.broadcast_shapes(weight.shape, shape) == tuple(shape)
     except RuntimeError:

@@ -374,6 +374,9 @@ class HessianFree(Optimizer):
             )
         grads = torch.autograd.grad(mean, model.parameters, retain_graph=is_shared, allow_unused=True)
         for k, grad in enumerate(grads):
+            if grad is not None and grad.layout != torch.strided:
+                fix = "torch.nn.Embedding(..., sparse=False)"
+                raise ValueError(f"the gradient of {self._names()[k]} is sparse. Fix: {fix}.")
             if grad is not None and not bool(torch.isfinite(grad).all()):
                 raise FloatingPointError(
                     f"the gradient of {self._names()[k]} is not finite, but the loss is. Fix: smaller initial weights, "

@@ -107,11 +107,18 @@ LOSSES: dict[str, SquaredError] = {
     "cross_entropy": CrossEntropy(),
 }
 
+# Names of torch's classes and functions for these losses, in lower case and without "loss"
+_ALIASES = {
+    "bce": ("bcewithlogits", "binary_cross_entropy_with_logits", "binary_cross_entropy"),
+    "cross_entropy": ("crossentropy", "nll", "ce"),
+}
+
 
 def check_loss(loss: object) -> None:
     if isinstance(loss, str) and loss in LOSSES:
         return
     text = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
-    near = nearest(text.lower().removesuffix("loss"), list(LOSSES))
+    bare = text.lower().removesuffix("loss").rstrip("_")
+    near = next((name for name, others in _ALIASES.items() if bare in others), None) or nearest(bare, list(LOSSES))
     fix = f"loss={near!r}" if near else "loss='mse', for instance"
     raise ValueError(f"loss must be one of {tuple(LOSSES)}, got {loss!r}. Fix: {fix}.")
