@@ -292,6 +292,9 @@ class MultiheadBase(ModuleWithConstants, Generic[State]):
         dtype = next(self.parameters()).dtype
         for name, x, features in inputs:
             check_input(x, name)
+            if x.is_nested:
+                fix = f"{name}.to_padded_tensor(0.0), with key_padding_mask, or cu_seqlens of HeavyBallMemory"
+                raise TypeError(f"{name} must not be a nested tensor. Fix: {fix}.")
             if x.dim() not in (2, 3) or x.shape[-1] != features or x.dim() != query.dim():
                 order = "(batch, length" if self.batch_first else "(length, batch"
                 raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hbnode._checks import as_count, check_input, is_one_of
+from hbnode._checks import as_count, as_real, check_input, is_one_of
 from hbnode._torch import is_transformed, no_autocast
 from hbnode._tree import Record, record
 from hbnode.nn._delta_rule import chunkwise
@@ -282,7 +282,7 @@ def _read_gate(gate: Gate | None, name: str, like: Tensor, ignored: Tensor | Non
 
 
 def _check_number(gate: float, name: str) -> float:
-    number, is_log = float(gate), name.startswith("log_")
+    number, is_log = as_real(gate, name, f"{name}=None, or a tensor (batch, heads, length)"), name.startswith("log_")
     if math.isnan(number) or number == math.inf or (number == -math.inf and not is_log):
         raise ValueError(f"{name} must be finite{', or -inf' if is_log else ''}, got {number}. Fix: {name}=None.")
     if is_log and number > 0:

@@ -382,7 +382,9 @@ def checked_at(at: ArrayLike, t: Tensor, time_unit: float) -> Tensor:
 
 def shown(module: object, names: Iterable[str]) -> str:
     """Return the string "name=value, ..." for the attributes ``names`` of a module, for its ``extra_repr``."""
-    return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
+    values = ((name, getattr(module, name)) for name in names)
+    lists = ((name, x.tolist() if isinstance(x, Tensor) and not x.is_meta else x) for name, x in values)
+    return ", ".join(f"{name.removeprefix('has_')}={x!r}" for name, x in lists)
 
 
 def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor]) -> Tensor:

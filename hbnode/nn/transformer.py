@@ -767,6 +767,8 @@ class MomentumTransformer(nn.Module):
         positions: Literal["sinusoidal", "rotary"] | None = "sinusoidal",
         **options: Unpack[LayerOptions],
     ) -> None:
+        for name in options.keys() - LayerOptions.__annotations__.keys():
+            raise TypeError(f"MomentumTransformer.__init__() got an unexpected keyword argument {name!r}")
         super().__init__()
         if positions is not None:
             check_choice(positions, "positions", ("sinusoidal", "rotary"))
@@ -786,7 +788,8 @@ class MomentumTransformer(nn.Module):
             for _ in range(as_count(num_layers, "num_layers"))
         )
         fix = "positions='sinusoidal'" if rotary else "positions='rotary', or the option rotary=False of the attention"
-        _check_rotary(self.layers[0].self_attn, rotary, f"positions={positions!r}", fix)
+        for layer in self.layers:  # a function may return another attention for each
+            _check_rotary(layer.self_attn, rotary, f"positions={positions!r}", fix)
         self.norm = nn.LayerNorm(d_model, **factory) if norm_first else nn.Identity()
         features = (num_embeddings or d_model) if output_size is None else as_count(output_size, "output_size")
         self.readout = nn.Linear(d_model, features, **factory)
@@ -917,6 +920,9 @@ class MomentumTransformer(nn.Module):
         if prompt.shape[1] == 0:
             raise ValueError("prompt must have at least one token, got length 0. Fix: begin with a start token.")
         if sample is None:
+            if self.embedding is None:
+                fix = "sample=lambda output: output, or another function to the next vectors (batch, d_model)"
+                raise ValueError(f"generate needs sample= for num_embeddings=None. Fix: {fix}.")
 
             def sample(output: Tensor) -> Tensor:
                 return draw(output, temperature, top_k, generator).to(prompt.dtype)
@@ -972,6 +978,8 @@ class MomentumTransformer(nn.Module):
         return output
 
     def _check(self, tokens: Tensor) -> None:
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}. Fix: torch.tensor(tokens).")
         check_input(tokens, "tokens")
         if self.embedding is None:
             if tokens.dim() != 3 or tokens.shape[-1] != self.d_model:
