@@ -457,7 +457,7 @@ class SeriesForecaster(SeriesEstimator):
 
     def _levels(self) -> list[float]:
         levels: Any = self.level if np.iterable(self.level) and not isinstance(self.level, str) else [self.level]
-        return sorted({check_level(each) for each in levels or [None]})
+        return sorted({check_level(each) for each in list(levels) or [None]})
 
     @property
     def _keys(self) -> tuple[str, str]:

@@ -370,7 +370,8 @@ class OscillatorSmoother(BaseEstimator):
         is_same = data.origin == origin if is_shared else (data.origin is None) == (origin is None)
         if data.unit != unit or not is_same:
             fix = "the same unit= and origin= of as_series, for dates in both or in none"
-            raise ValueError(f"series must have the unit and the origin of time as in fit, {self.clock_}. Fix: {fix}.")
+            clocks = f"{self.clock_}, got {(data.unit, data.origin)}"
+            raise ValueError(f"series must have the unit and the origin of time as in fit, {clocks}. Fix: {fix}.")
         if is_shared:
             check_zone(has_zone(series), self.has_zone_)
         return data
