@@ -512,7 +512,7 @@ class EventSteps(AdaptiveSteps):
             kinds = ", ".join(str(x.dtype) for x, _ in pairs)
             raise ValueError(
                 f"jump must return a state like its argument, {describe(state)} in {self.stepper.like.dtype}, got "
-                f"{describe(jumped)} {kinds}. Fix: for a tuple, jump=lambda t, y: (y[0], -y[1])."
+                f"{describe(jumped)} {kinds}. Fix: jump=lambda t, y: -y, or (y[0], -y[1]) for a tuple."
             )
         jumped = self.stepper.term.flatten(jumped)
         if not all(bool(torch.isfinite(x[mask.flatten()]).all()) for x in jumped):

@@ -142,7 +142,8 @@ def checked_options(given: Any, method: str, name: str = "options") -> dict[str,
         known = ("max_nfe",) if METHODS[method].needs_fixed_steps else OPTIONS["native"]
     if given is not None and not isinstance(given, dict):
         raise TypeError(f"{name} must be a dict, got {type(given).__name__}. Fix: {name}={{{known[0]!r}: ...}}.")
-    options = dict(given or {})
+    options, is_native = dict(given or {}), method not in TORCHDIFFEQ_METHODS
+    kind: Any = numbers.Real if is_native else numbers.Real | Tensor
     for option, value in options.items():
         if option not in known:
             fix = INSTEAD.get(option) or nearest(option, known) or "leave it out"
@@ -150,9 +151,9 @@ def checked_options(given: Any, method: str, name: str = "options") -> dict[str,
             raise ValueError(f"{what}. Fix: {fix}.")
         if option == "max_nfe":
             as_count(value, "options['max_nfe']")
-        elif value is None and method in TORCHDIFFEQ_METHODS:  # None is torchdiffeq's default
+        elif value is None and not is_native:  # None is torchdiffeq's default
             continue
-        elif option in LENGTHS and not (isinstance(value, numbers.Real | Tensor) and float(value) > 0):
+        elif (is_native or option in LENGTHS) and not (isinstance(value, kind) and float(value) > 0):
             raise ValueError(f"{name}[{option!r}] must be positive, got {value!r}. Fix: a length of time.")
     return options
 
