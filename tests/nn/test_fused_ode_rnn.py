@@ -29,7 +29,7 @@ CASES = {
     "elu": {"field": lambda n: hbnode.HBNODE(hbnode.nn.MLP(n, [3, 5], n))},
     "one-layer-twice": {"field": lambda n: hbnode.HBNODE(one_layer_twice(n))},
 }
-close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11)
+close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 every_gradient = pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
 
 
