@@ -444,7 +444,7 @@ def test_steps_that_are_longer_than_the_intervals_pass_them(method):
         for save in ("interpolate", "exact"):
             with hbnode.count_nfe(DRIVEN) as nfe:
                 found = hbnode.odeint(DRIVEN, start, times, method=method, rtol=1e-4, atol=1e-4, save=save)
-            assert worst(found, exact, 1e-3) < 1
+            assert worst(found, exact, 1e-3 if save == "interpolate" else 1e-4) < 1
             counts.append(nfe.forward)
         assert counts[0] < counts[1] / (5 if METHODS[method].order >= 4 else 3)
         assert nfe.steps == 100
